@@ -1,0 +1,1 @@
+"""The command line: `sparseflow` and `sf-pack`."""

@@ -1,0 +1,137 @@
+"""`sf-pack SRC DST`: turn a checkpoint into a packed model, once."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+import click
+
+from sparseflow.cli.options import EXIT_STATUSES, INTERRUPTED, SparseFlowCommand
+from sparseflow.pack import pack_checkpoint
+from sparseflow.packfile import BITS
+from sparseflow.sizes import format_bytes
+
+_QUIET_SECONDS = 2.0
+_TERMINAL_SECONDS = 0.25
+_LOG_SECONDS = 30.0
+_PARTS = {"experts": "routed experts", "dense": "dense core", "embedding": "embedding"}
+_LEFT_OUT = {"vision": "left out: vision", "mtp": "left out: MTP"}
+
+
+@click.command(cls=SparseFlowCommand, epilog=EXIT_STATUSES)
+@click.argument("source", metavar="SRC")
+@click.argument("destination", metavar="DST")
+@click.option("--experts", type=click.Choice(list(BITS)), default="int8", show_default=True, help="How to store routed experts.")
+@click.option("--dense", type=click.Choice(list(BITS)), default="int8", show_default=True, help="How to store large dense matrices.")
+@click.option("--quiet", is_flag=True, help="No progress and no table.")
+def main(source: str, destination: str, experts: str, dense: str, quiet: bool) -> None:
+    """Pack the checkpoint in folder SRC into the new folder DST.
+
+    SRC holds a Qwen3.5 or Qwen3.6 mixture-of-experts model as it comes from the Hugging Face Hub, or as transformers saves it:
+    config.json, tokenizer.json and the .safetensors files. It is only read. Vision and multi-token-prediction weights are left
+    out.
+
+    int8 halves the size: 8 bits a weight and one scale per 128 weights. bf16 keeps the weights as they are, and is the
+    reference to compare with. The router, the norms and other small tensors are never quantised.
+
+    Memory stays under 1 GiB however large the model. If packing is interrupted, the same command continues where it stopped.
+
+    \b
+    Examples:
+      sf-pack Qwen3.6-35B-A3B qwen-packed
+      sf-pack Qwen3.6-35B-A3B qwen-bf16 --experts bf16 --dense bf16
+    """
+    progress = None if quiet else ProgressLine(sys.stderr)
+    try:
+        manifest = pack_checkpoint(source, destination, experts=experts, dense=dense, progress=progress)
+    except KeyboardInterrupt:
+        if progress is not None:
+            progress.finish()
+        click.echo(f"stopped: run the same command again to finish {destination}", err=True)
+        raise click.exceptions.Exit(INTERRUPTED) from None
+    finally:
+        if progress is not None:
+            progress.finish()
+    if not quiet:
+        click.echo(report_table(manifest["report"]))
+
+
+class ProgressLine:
+    """Says how far packing is, how fast it reads the source and how long it will take; silent for the first two seconds.
+
+    On a terminal one line is rewritten; elsewhere a line is added now and then.
+    """
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self.stream = stream
+        self.clock = clock
+        self.terminal = stream.isatty()
+        self.begun: tuple[float, int] | None = None
+        self.due = 0.0
+        self.shown = False
+
+    def __call__(self, done: int, total: int) -> None:
+        """`done` of `total` source bytes are read. What the first call reports was there before, and is not our speed."""
+        now = self.clock()
+        if self.begun is None:
+            self.begun = (now, done)
+            self.due = now + _QUIET_SECONDS
+            if done:
+                self.stream.write(f"continuing an interrupted pack at {done / total:.0%}\n")
+        if now < self.due:
+            return
+        start, before = self.begun
+        self.due = now + (_TERMINAL_SECONDS if self.terminal else _LOG_SECONDS)
+        speed = (done - before) / (now - start)
+        left = _duration((total - done) / speed) if speed > 0 else "?"
+        text = f"packing: {done / total:4.0%} of {format_bytes(total)}, {format_bytes(int(speed))}/s, {left} left"
+        self.stream.write(f"\r{text}\x1b[K" if self.terminal else f"{text}\n")
+        self.stream.flush()
+        self.shown = True
+
+    def finish(self) -> None:
+        """Take the line away from the terminal."""
+        if self.terminal and self.shown:
+            self.stream.write("\r\x1b[K")
+            self.stream.flush()
+        self.shown = False
+
+
+def report_table(report: dict[str, Any]) -> str:
+    """The manifest's report as lines of text: what went where, and what was rounded."""
+    rows = [("", "tensors", "source", "packed")]
+    parts = [report[key] for key in _PARTS]
+    left_out = [report["left_out"][key] for key in _LEFT_OUT]
+    for name, part in zip(_PARTS.values(), parts, strict=True):
+        rows.append((name, f"{part['tensors']}", format_bytes(part["source_bytes"]), format_bytes(part["packed_bytes"])))
+    for name, part in zip(_LEFT_OUT.values(), left_out, strict=True):
+        rows.append((name, f"{part['tensors']}", format_bytes(part["source_bytes"]), "-"))
+    every = parts + left_out
+    rows.append(
+        (
+            "total",
+            f"{sum(part['tensors'] for part in every)}",
+            format_bytes(sum(part["source_bytes"] for part in every)),
+            format_bytes(sum(part["packed_bytes"] for part in parts)),
+        )
+    )
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = [f"{row[0]:<{widths[0]}}" + "".join(f"  {row[i]:>{widths[i]}}" for i in (1, 2, 3)) for row in rows]
+    for name, entry in report["rounded_to_bf16"].items():
+        lines.append(
+            f"rounded to bfloat16 from a wider type: {name} ({entry['tensors']} tensors, {entry['values_changed']} values changed)"
+        )
+    return "\n".join(lines)
+
+
+def _duration(seconds: float) -> str:
+    """A time for people: 42 s, 3 min 05 s, 1 h 20 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
