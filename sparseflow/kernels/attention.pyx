@@ -1,0 +1,92 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False, embedsignature=True, freethreading_compatible=True
+"""Gated attention between its projections, over a paged KV cache."""
+
+from libc.stdint cimport uint64_t
+
+import numpy
+
+from sparseflow.kernels.isa cimport active_index
+from sparseflow.kernels.threads cimport parallel_for, unit_function
+
+cdef extern from "csrc/attention.h":
+    struct sf_attention:
+        float *q_gate
+        const float *k
+        const float *v
+        const float *q_weight
+        const float *k_weight
+        const float *cosine
+        const float *sine
+        const uint64_t *key_pages
+        const uint64_t *value_pages
+        float *scores
+        float *out
+        long tokens, position, heads, kv_heads, head_dim, rotary_dim, score_stride
+        float eps
+
+    enum: SF_PAGE
+    enum: SF_HEADS_AT_ONCE
+    unit_function *sf_attention_append_units
+    unit_function *sf_attention_units
+
+PAGE_POSITIONS = SF_PAGE
+"""Positions in one page of the KV cache. Keys: float32 [kv_heads, PAGE_POSITIONS / 16, head_dim, 16]; values:
+float32 [kv_heads, PAGE_POSITIONS, head_dim]."""
+
+
+def gated_attention(float[:, ::1] q_gate, float[:, ::1] k, const float[:, ::1] v, const float[::1] q_weight,
+                    const float[::1] k_weight, const float[:, ::1] cosine, const float[:, ::1] sine,
+                    const uint64_t[::1] key_pages, const uint64_t[::1] value_pages, Py_ssize_t position, float eps,
+                    int threads=1):
+    """Appends a chunk's keys and values to the cache and attends; out float32 [tokens, heads * head_dim].
+
+    q_gate float32 [tokens, heads * 2 * head_dim], each head's query then its output gate; k, v
+    [tokens, kv_heads * head_dim]; q_gate and k are normalised and rotated in place. q_weight, k_weight [head_dim], the
+    norms' 1 + w; cosine, sine [tokens, rotary_dim / 2] of the tokens' positions; key_pages, value_pages: addresses of
+    the cache's pages, enough for position + tokens, where position is the number of tokens already cached.
+
+        out = softmax(q k^T / sqrt(head_dim)) v * sigmoid(gate), causal, kv head = head // (heads / kv_heads)
+    """
+    cdef Py_ssize_t tokens = q_gate.shape[0], head_dim = q_weight.shape[0]
+    cdef Py_ssize_t heads = q_gate.shape[1] // (2 * head_dim), kv_heads = k.shape[1] // head_dim
+    cdef Py_ssize_t pages = (position + tokens + SF_PAGE - 1) // SF_PAGE
+    cdef Py_ssize_t parts
+    cdef float[:, ::1] out, scores
+    cdef sf_attention call
+    if (tokens == 0 or kv_heads < 1 or heads % kv_heads or q_gate.shape[1] != heads * 2 * head_dim
+            or k.shape[1] != kv_heads * head_dim or v.shape[1] != k.shape[1] or k.shape[0] != tokens
+            or v.shape[0] != tokens or k_weight.shape[0] != head_dim or cosine.shape[0] != tokens
+            or sine.shape[0] != tokens or sine.shape[1] != cosine.shape[1] or 2 * cosine.shape[1] > head_dim):
+        raise ValueError(f"queries [{tokens}, {q_gate.shape[1]}] and keys [{k.shape[0]}, {k.shape[1]}] do not make "
+                         f"heads of {head_dim}")
+    if position < 0 or key_pages.shape[0] < pages or value_pages.shape[0] < pages:
+        raise ValueError(f"{key_pages.shape[0]} pages of cache do not hold {position + tokens} positions")
+    if threads < 1:
+        raise ValueError(f"{threads} threads")
+    result = numpy.empty((tokens, heads * head_dim), numpy.float32)
+    out = result
+    scores = numpy.empty((threads, SF_HEADS_AT_ONCE * pages * SF_PAGE), numpy.float32)
+    call.q_gate = &q_gate[0, 0]
+    call.k = &k[0, 0]
+    call.v = &v[0, 0]
+    call.q_weight = &q_weight[0]
+    call.k_weight = &k_weight[0]
+    call.cosine = &cosine[0, 0]
+    call.sine = &sine[0, 0]
+    call.key_pages = &key_pages[0]
+    call.value_pages = &value_pages[0]
+    call.scores = &scores[0, 0]
+    call.out = &out[0, 0]
+    call.tokens = tokens
+    call.position = position
+    call.heads = heads
+    call.kv_heads = kv_heads
+    call.head_dim = head_dim
+    call.rotary_dim = 2 * cosine.shape[1]
+    call.score_stride = pages * SF_PAGE
+    call.eps = eps
+    parts = (heads // kv_heads + SF_HEADS_AT_ONCE - 1) // SF_HEADS_AT_ONCE
+    with nogil:
+        parallel_for(sf_attention_append_units[active_index()], &call, tokens, threads)
+        parallel_for(sf_attention_units[active_index()], &call, tokens * kv_heads * parts, threads)
+    return result

@@ -1,0 +1,108 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False, embedsignature=True, freethreading_compatible=True
+"""Gated DeltaNet between its projections: causal convolution with state, and the gated delta rule.
+
+Source of the recurrence: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), as in transformers'
+torch_recurrent_gated_delta_rule.
+"""
+
+import numpy
+
+from sparseflow.kernels.isa cimport active_index
+from sparseflow.kernels.threads cimport parallel_for, unit_function
+
+cdef extern from "csrc/deltanet.h":
+    struct sf_conv:
+        const float *x
+        const float *weight
+        float *state
+        float *out
+        long tokens, channels, kernel
+
+    struct sf_delta:
+        float *qkv
+        const float *a
+        const float *b
+        const float *decay_rate
+        const float *dt_bias
+        float *decay
+        float *beta
+        float *state
+        float *out
+        long tokens, key_heads, value_heads, key_dim, value_dim
+
+    enum: SF_CONV_BLOCK
+    unit_function *sf_conv_units
+    unit_function *sf_delta_prepare_units
+    unit_function *sf_delta_units
+
+
+def causal_conv(const float[:, ::1] x, const float[:, ::1] weight, float[:, ::1] state, int threads=1):
+    """out float32 [tokens, channels] = silu(depthwise causal convolution of x), weight [kernel, channels].
+
+    state float32 [kernel - 1, channels] holds the inputs before x, oldest first, and is replaced by the last ones.
+    """
+    cdef float[:, ::1] out
+    cdef sf_conv call
+    if (x.shape[0] == 0 or weight.shape[1] != x.shape[1] or state.shape[1] != x.shape[1]
+            or state.shape[0] != weight.shape[0] - 1 or weight.shape[0] < 1):
+        raise ValueError(f"a convolution of [{weight.shape[0]}, {weight.shape[1]}] with state [{state.shape[0]}, "
+                         f"{state.shape[1]}] does not fit inputs [{x.shape[0]}, {x.shape[1]}]")
+    result = numpy.empty((x.shape[0], x.shape[1]), numpy.float32)
+    out = result
+    call.x = &x[0, 0]
+    call.weight = &weight[0, 0]
+    call.state = NULL
+    if state.shape[0] > 0:
+        call.state = &state[0, 0]
+    call.out = &out[0, 0]
+    call.tokens = x.shape[0]
+    call.channels = x.shape[1]
+    call.kernel = weight.shape[0]
+    with nogil:
+        parallel_for(sf_conv_units[active_index()], &call, (x.shape[1] + SF_CONV_BLOCK - 1) // SF_CONV_BLOCK, threads)
+    return result
+
+
+def gated_delta(float[:, ::1] qkv, const float[:, ::1] a, const float[:, ::1] b, const float[::1] decay_rate,
+                const float[::1] dt_bias, float[:, :, :, ::1] state, Py_ssize_t key_heads, Py_ssize_t value_dim,
+                int threads=1):
+    """The gated delta rule over a chunk of tokens; out float32 [tokens, value_heads * value_dim].
+
+    qkv float32 [tokens, 2 * key_heads * key_dim + value_heads * value_dim] after the convolution; its q and k are
+    normalised in place. a, b [tokens, value_heads]; decay_rate = -exp(A_log) and dt_bias [value_heads];
+    state [value_heads, ceil(value_dim / 16), key_dim, 16], updated in place. Per token and value head, with q and k of
+    key head h // (value_heads / key_heads), both of unit length and q divided by sqrt(key_dim):
+
+        S *= exp(decay_rate * softplus(a + dt_bias));  S += k (sigmoid(b) * (v - S^T k))^T;  out = S^T q
+    """
+    cdef Py_ssize_t tokens = qkv.shape[0], value_heads = state.shape[0], key_dim = state.shape[2]
+    cdef float[:, ::1] out, decay, beta
+    cdef sf_delta call
+    if (tokens == 0 or key_heads < 1 or value_heads % key_heads or state.shape[1] != (value_dim + 15) // 16
+            or state.shape[3] != 16 or qkv.shape[1] != 2 * key_heads * key_dim + value_heads * value_dim
+            or a.shape[0] != tokens or b.shape[0] != tokens or a.shape[1] != value_heads or b.shape[1] != value_heads
+            or decay_rate.shape[0] != value_heads or dt_bias.shape[0] != value_heads):
+        raise ValueError(f"q, k, v of [{tokens}, {qkv.shape[1]}] do not fit {key_heads} key heads and a state of "
+                         f"{value_heads} value heads, {key_dim} by {value_dim}")
+    result = numpy.empty((tokens, value_heads * value_dim), numpy.float32)
+    out = result
+    decay = numpy.empty((tokens, value_heads), numpy.float32)
+    beta = numpy.empty((tokens, value_heads), numpy.float32)
+    call.qkv = &qkv[0, 0]
+    call.a = &a[0, 0]
+    call.b = &b[0, 0]
+    call.decay_rate = &decay_rate[0]
+    call.dt_bias = &dt_bias[0]
+    call.decay = &decay[0, 0]
+    call.beta = &beta[0, 0]
+    call.state = &state[0, 0, 0, 0]
+    call.out = &out[0, 0]
+    call.tokens = tokens
+    call.key_heads = key_heads
+    call.value_heads = value_heads
+    call.key_dim = key_dim
+    call.value_dim = value_dim
+    with nogil:
+        parallel_for(sf_delta_prepare_units[active_index()], &call, tokens, threads)
+        parallel_for(sf_delta_units[active_index()], &call, value_heads * state.shape[1], threads)
+    return result

@@ -1,0 +1,30 @@
+from numpy import float32, int32, uint64
+from numpy.typing import NDArray
+
+from sparseflow.kernels.linear import Quantized
+from sparseflow.packfile import ExpertLayout
+
+def route(logits: NDArray[float32], top_k: int, threads: int = 1) -> tuple[NDArray[int32], NDArray[float32]]: ...
+
+class ExpertBatch:
+    experts: NDArray[int32]
+    out: NDArray[float32]
+    def __init__(
+        self,
+        x: NDArray[float32],
+        quantized: Quantized | None,
+        ids: NDArray[int32],
+        num_experts: int,
+        intermediate: int,
+        layout: ExpertLayout,
+    ) -> None: ...
+    def compute(self, which: NDArray[int32], addresses: NDArray[uint64], threads: int = 1) -> None: ...
+
+def combine(
+    residual: NDArray[float32],
+    out: NDArray[float32],
+    weights: NDArray[float32],
+    shared: NDArray[float32],
+    shared_gate: NDArray[float32],
+    threads: int = 1,
+) -> None: ...

@@ -1,0 +1,207 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False, embedsignature=True, freethreading_compatible=True
+"""The mixture of experts of one layer: router, expert MLPs over leased slices, ordered sum."""
+
+from libc.stdint cimport int32_t, uint64_t
+
+import numpy
+
+from sparseflow.kernels.isa cimport active_index
+from sparseflow.kernels.linear cimport Quantized, padded_columns, sf_quantized
+from sparseflow.kernels.threads cimport parallel_for, unit_function
+
+cdef extern from "csrc/experts.h":
+    struct sf_experts:
+        const uint64_t *addresses
+        const int32_t *pair_start
+        const int32_t *pair_end
+        const int32_t *pair_token
+        const int32_t *pair_slot
+        long hidden, hidden_padded, intermediate, intermediate_padded
+        long down_tiles, gate_up_scales, down_scales
+        int bits
+        const float *x
+        sf_quantized x_quantized
+        float *h
+        sf_quantized h_quantized
+        float *out
+
+    struct sf_combine:
+        const float *out
+        const float *weights
+        const float *shared
+        const float *shared_gate
+        float *residual
+        long top_k, hidden
+
+    struct sf_router:
+        const float *logits
+        int32_t *ids
+        float *weights
+        long experts, top_k
+
+    enum: SF_UNIT_TILES
+    unit_function *sf_expert_gate_up_units
+    unit_function *sf_expert_quantize_units
+    unit_function *sf_expert_down_units
+    unit_function *sf_combine_units
+    unit_function *sf_router_units
+
+
+cdef long tile_units(long rows) noexcept nogil:
+    return ((rows + 15) // 16 + SF_UNIT_TILES - 1) // SF_UNIT_TILES
+
+
+def route(const float[:, ::1] logits, Py_ssize_t top_k, int threads=1):
+    """The top_k experts of each token and their weights, from router logits float32 [tokens, experts].
+
+    Returns ids int32 [tokens, top_k], ascending, and weights float32 [tokens, top_k]: softmax over all experts,
+    renormalised over the chosen. Of equal logits the lower id is chosen.
+    """
+    cdef int32_t[:, ::1] id_view
+    cdef float[:, ::1] weight_view
+    cdef sf_router call
+    if logits.shape[0] == 0 or not 1 <= top_k <= logits.shape[1]:
+        raise ValueError(f"cannot choose {top_k} of {logits.shape[1]} experts for {logits.shape[0]} tokens")
+    ids = numpy.empty((logits.shape[0], top_k), numpy.int32)
+    weights = numpy.empty((logits.shape[0], top_k), numpy.float32)
+    id_view, weight_view = ids, weights
+    call.logits = &logits[0, 0]
+    call.ids = &id_view[0, 0]
+    call.weights = &weight_view[0, 0]
+    call.experts = logits.shape[1]
+    call.top_k = top_k
+    with nogil:
+        parallel_for(sf_router_units[active_index()], &call, logits.shape[0], threads)
+    return ids, weights
+
+
+cdef class ExpertBatch:
+    """The expert MLPs of one layer for a chunk of tokens, computed expert by expert in any order.
+
+    `experts` int32 holds the distinct experts of `ids`, ascending. `compute` runs some of them from the addresses where
+    their slices are leased; `out` float32 [tokens, top_k, hidden] then holds each expert's output for each of its
+    tokens, in the order of `ids`, not yet weighted.
+    """
+
+    cdef readonly object experts, out
+    cdef object pair_start, pair_end, x, quantized, pair_token, pair_slot, h, h_quantized
+    cdef sf_experts call
+
+    def __init__(self, const float[:, ::1] x, Quantized quantized, const int32_t[:, ::1] ids,
+                 Py_ssize_t num_experts, Py_ssize_t intermediate, layout):
+        """x float32 [tokens, hidden]; quantized: its int8 form, for int8 experts, else None; ids int32 [tokens, top_k];
+        layout: the slice's packfile.ExpertLayout."""
+        cdef Py_ssize_t tokens = ids.shape[0], top_k = ids.shape[1], pairs = tokens * top_k, hidden = x.shape[1]
+        cdef Py_ssize_t token, k, expert, distinct = 0
+        cdef int32_t[::1] next_pair, start, end, experts, pair_token, pair_slot
+        cdef float[:, ::1] h
+        cdef float[:, :, ::1] out
+        cdef Quantized h_quantized
+        if x.shape[0] != tokens or pairs == 0:
+            raise ValueError(f"{x.shape[0]} rows of activations, {tokens} of expert ids")
+        next_pair_array = numpy.zeros(num_experts + 1, numpy.int32)
+        next_pair = next_pair_array
+        for token in range(tokens):
+            for k in range(top_k):
+                if not 0 <= ids[token, k] < num_experts:
+                    raise ValueError(f"expert id {ids[token, k]} is not below {num_experts}")
+                next_pair[ids[token, k] + 1] += 1
+        for expert in range(num_experts):
+            distinct += next_pair[expert + 1] > 0
+            next_pair[expert + 1] += next_pair[expert]
+        self.experts = experts = numpy.empty(distinct, numpy.int32)
+        self.pair_start = start = numpy.empty(distinct, numpy.int32)
+        self.pair_end = end = numpy.empty(distinct, numpy.int32)
+        distinct = 0
+        for expert in range(num_experts):
+            if next_pair[expert + 1] > next_pair[expert]:
+                experts[distinct] = <int32_t>expert
+                start[distinct] = next_pair[expert]
+                end[distinct] = next_pair[expert + 1]
+                distinct += 1
+        self.pair_token = pair_token = numpy.empty(pairs, numpy.int32)
+        self.pair_slot = pair_slot = numpy.empty(pairs, numpy.int32)
+        for token in range(tokens):
+            for k in range(top_k):
+                pair_token[next_pair[ids[token, k]]] = <int32_t>token
+                pair_slot[next_pair[ids[token, k]]] = <int32_t>(token * top_k + k)
+                next_pair[ids[token, k]] += 1
+
+        self.experts, self.pair_start, self.pair_end = experts.base, start.base, end.base
+        self.pair_token, self.pair_slot = pair_token.base, pair_slot.base
+        self.x, self.quantized = x.base, quantized
+        self.out = numpy.empty((tokens, top_k, hidden), numpy.float32)
+        out = self.out
+        self.call.hidden = hidden
+        self.call.hidden_padded = padded_columns(hidden)
+        self.call.intermediate = intermediate
+        self.call.intermediate_padded = padded_columns(intermediate)
+        self.h = numpy.empty((pairs, self.call.intermediate_padded), numpy.float32)
+        h = self.h
+        self.call.bits = layout.bits
+        self.call.down_tiles = layout.down_tiles
+        if layout.bits == 8:
+            if quantized is None or quantized.tokens != tokens or quantized.columns != hidden:
+                raise ValueError("int8 experts need the activations quantised")
+            self.call.gate_up_scales = layout.gate_up_scales
+            self.call.down_scales = layout.down_scales
+            self.call.x_quantized = quantized.view
+            h_quantized = Quantized.__new__(Quantized)
+            h_quantized.allocate(pairs, intermediate)
+            self.h_quantized = h_quantized
+            self.call.h_quantized = h_quantized.view
+        self.call.pair_token = &pair_token[0]
+        self.call.pair_slot = &pair_slot[0]
+        self.call.x = &x[0, 0]
+        self.call.h = &h[0, 0]
+        self.call.out = &out[0, 0, 0]
+
+    def compute(self, const int32_t[::1] which, const uint64_t[::1] addresses, int threads=1):
+        """Computes experts[which] for all their tokens; addresses uint64 [len(which)]: where each of their slices begins.
+        The slices must stay leased until this returns."""
+        cdef sf_experts call = self.call
+        cdef const int32_t[::1] pair_start = self.pair_start, pair_end = self.pair_end
+        cdef int32_t[:, ::1] pairs
+        cdef long count = which.shape[0], i
+        cdef int index = active_index()
+        if addresses.shape[0] != count:
+            raise ValueError(f"{count} experts at {addresses.shape[0]} addresses")
+        if count == 0:
+            return
+        pairs = numpy.empty((2, count), numpy.int32)
+        for i in range(count):
+            if not 0 <= which[i] < pair_start.shape[0]:
+                raise ValueError(f"expert {which[i]} of {pair_start.shape[0]} in this batch")
+            pairs[0, i] = pair_start[which[i]]
+            pairs[1, i] = pair_end[which[i]]
+        call.addresses = &addresses[0]
+        call.pair_start = &pairs[0, 0]
+        call.pair_end = &pairs[1, 0]
+        with nogil:
+            parallel_for(sf_expert_gate_up_units[index], &call, count * tile_units(call.intermediate), threads)
+            if call.bits == 8:
+                parallel_for(sf_expert_quantize_units[index], &call, count, threads)
+            parallel_for(sf_expert_down_units[index], &call, count * tile_units(call.hidden), threads)
+
+
+def combine(float[:, ::1] residual, const float[:, :, ::1] out, const float[:, ::1] weights,
+            const float[:, :, ::1] shared, const float[:, ::1] shared_gate, int threads=1):
+    """residual float32 [tokens, hidden] += sum over k of weights[:, k] * out[:, k] + sigmoid(shared_gate) * shared.
+
+    out [tokens, top_k, hidden] and weights [tokens, top_k] in ascending expert id, shared [tokens, 1, hidden],
+    shared_gate [tokens, 1]. One chain of fused multiply-adds per element, in that order.
+    """
+    cdef sf_combine call
+    if (out.shape[0] != residual.shape[0] or out.shape[2] != residual.shape[1] or weights.shape[0] != out.shape[0]
+            or weights.shape[1] != out.shape[1] or shared.shape[0] != out.shape[0] or shared.shape[2] != out.shape[2]
+            or shared_gate.shape[0] != out.shape[0] or residual.shape[0] == 0):
+        raise ValueError("the parts of the expert sum differ in shape")
+    call.out = &out[0, 0, 0]
+    call.weights = &weights[0, 0]
+    call.shared = &shared[0, 0, 0]
+    call.shared_gate = &shared_gate[0, 0]
+    call.residual = &residual[0, 0]
+    call.top_k = out.shape[1]
+    call.hidden = out.shape[2]
+    with nogil:
+        parallel_for(sf_combine_units[active_index()], &call, residual.shape[0], threads)

@@ -1,0 +1,1 @@
+cdef int active_index() noexcept nogil

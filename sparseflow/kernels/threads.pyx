@@ -1,0 +1,29 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False, embedsignature=True, freethreading_compatible=True
+"""The seam between kernels and threads: nothing else in the package starts or names a thread of computation."""
+
+import os
+
+from sparseflow.errors import OptionError
+
+cdef extern from "csrc/parallel.h":
+    ctypedef void (*sf_unit)(void *, long, int) noexcept nogil
+    void sf_parallel_for(sf_unit function, void *argument, long units, int threads) noexcept nogil
+
+
+cdef void parallel_for(unit_function function, void *argument, long units, int threads) noexcept nogil:
+    sf_parallel_for(function, argument, units, threads)
+
+
+def default_threads() -> int:
+    """The processors this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def check_threads(threads: int | None) -> int:
+    """`threads`, or the default for None. Raises OptionError unless it is a whole number from 1 to 1024."""
+    if threads is None:
+        return default_threads()
+    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 1024:
+        raise OptionError(f"threads is {threads!r}: give a whole number from 1 to 1024 (this process may use "
+                          f"{default_threads()} processors)")
+    return threads
