@@ -1,0 +1,306 @@
+"""Chat messages to ids, with the checkpoint's own template.
+
+Design: the template's control tokens are parsed, a message's never are. A control token begins and ends with certain characters
+(`<` and `>` in Qwen's files); before rendering, those characters of a message's text are replaced by private-use characters that
+occur nowhere in the conversation, so no text can spell, or complete, a control token, nor forge the replacement. After rendering,
+the text is cut at the control tokens the template wrote, the characters are put back, and each stretch is encoded as plain text.
+For text without such characters this is what `apply_chat_template` of transformers gives.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from sparseflow.errors import OptionError, PackedModelError
+from sparseflow.tokenizer import TOKENIZER_CONFIG_FILE, Tokenizer, check_unicode, token_text
+
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+OPEN_THINKING, CLOSE_THINKING = "<think>", "</think>"
+
+# What a next turn may look like: an answer and a question that begin with a letter, with white space, with a thought.
+_NEXT_TURNS = (("a", "b"), ("\n 1", " \n2"), (f"{OPEN_THINKING}\nc\n{CLOSE_THINKING}\n\nd", "e"))
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """The chat template of one model folder.
+
+    Thread-safety: all methods may be called from several threads at once.
+    """
+
+    def __init__(self, source: str, tokenizer: Tokenizer, *, origin: str = CHAT_TEMPLATE_FILE) -> None:
+        """`source`: the template's text; `origin`: the file it is from, for messages. PackedModelError when it does not parse."""
+        self.source = source
+        self._tokenizer = tokenizer
+        self._origin = origin
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise PackedModelError(f"{origin}: the chat template does not parse: line {error.lineno}: {error.message}") from error
+        named = {name: token_text(tokenizer.config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        self._special_tokens = {name: text for name, text in named.items() if text is not None}
+        controls = [text for text in tokenizer.control_tokens if text.strip()]
+        self._edges = frozenset(text[0] for text in controls) | frozenset(text[-1] for text in controls)
+        # In an answer the template looks for <think> and the like, which are control tokens but not special ones.
+        ordinary = {OPEN_THINKING, CLOSE_THINKING, *controls} - (tokenizer.special_tokens - {OPEN_THINKING, CLOSE_THINKING})
+        self._ordinary_pattern = re.compile("|".join(map(re.escape, sorted(ordinary, key=len, reverse=True))))
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, tokenizer: Tokenizer) -> ChatTemplate:
+        """The template in chat_template.jinja, else the one in tokenizer_config.json (a string, or a list of which "default" is
+        taken). PackedModelError when there is none or it is damaged."""
+        path = Path(folder) / CHAT_TEMPLATE_FILE
+        if path.is_file():
+            try:
+                return cls(path.read_text(encoding="utf-8"), tokenizer, origin=str(path))
+            except (OSError, UnicodeDecodeError) as error:
+                raise PackedModelError(f"{path} cannot be read: {error}") from error
+        path = Path(folder) / TOKENIZER_CONFIG_FILE
+        found = tokenizer.config.get("chat_template")
+        if isinstance(found, list):
+            named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+            if not isinstance(named.get("default"), str):
+                raise PackedModelError(f"{path}: none of its chat templates is named 'default' (names: {sorted(map(str, named))})")
+            found = named["default"]
+        if found is None:
+            raise PackedModelError(f"{folder} has no chat template ({CHAT_TEMPLATE_FILE} or {TOKENIZER_CONFIG_FILE}): "
+                                   "pass a raw prompt instead of messages")
+        if not isinstance(found, str):
+            raise PackedModelError(f"{path}: chat_template is a {type(found).__name__}, expected text")
+        return cls(found, tokenizer, origin=str(path))
+
+    def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True,
+               enable_thinking: bool | None = None) -> list[int]:
+        """Ids of a conversation.
+
+        Args:
+            messages: objects with `role` and `content` (text, or a list of text parts); further fields reach the template as they
+                are (`reasoning_content`, `tool_calls`, …).
+            add_generation_prompt: end with the beginning of an answer.
+            enable_thinking: the template's switch of that name; None leaves it to the template.
+
+        Raises OptionError when the messages are not of that form or the template refuses them.
+        """
+        guard = self._guard()
+        text = self._render(guard.messages(messages), add_generation_prompt, enable_thinking)
+        if not guard.used:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = []
+        for part in self._tokenizer.split_control_tokens(text):
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                ids += self._tokenizer.encode_plain(guard.restore(part))
+        return ids
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True,
+               enable_thinking: bool | None = None) -> str:
+        """The conversation as text, to be read; `encode` is not the encoding of it where a message spells a control token."""
+        guard = self._guard()
+        return guard.restore(self._render(guard.messages(messages), add_generation_prompt, enable_thinking))
+
+    def stable_prefix(self, messages: Sequence[Message], ids: Sequence[int], *, enable_thinking: bool | None = None) -> int:
+        """How many leading ids every next turn will share, whatever is answered and asked.
+
+        `ids` is the encoding of `messages` with a generation prompt. Next turns are tried out: the template decides what becomes
+        of the beginning of the answer (a `<think>` is usually taken out of the history), so it is asked, not guessed.
+        """
+        length = len(ids)
+        for answer, question in _NEXT_TURNS:
+            turn = [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
+            following = self.encode([*messages, *turn], enable_thinking=enable_thinking)
+            length = min(length, common_prefix(ids, following))
+        return length
+
+    def opening(self, messages: Sequence[Message], *, enable_thinking: bool | None = None) -> str:
+        """What the generation prompt has already begun to say for the model: `"<think>\\n"`, or empty."""
+        guard = self._guard()
+        guarded = guard.messages(messages)
+        text, history = (self._render(guarded, prompt, enable_thinking) for prompt in (True, False))
+        prompt = text.removeprefix(history)
+        start = prompt.rfind(OPEN_THINKING)
+        return prompt[start:] if start > prompt.rfind(CLOSE_THINKING) else ""
+
+    def _guard(self) -> _Guard:
+        return _Guard(self._edges, self._ordinary_pattern, self._tokenizer.normalize, reserved=self.source)
+
+    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, enable_thinking: bool | None) -> str:
+        switches = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        try:
+            return self._template.render(messages=messages, tools=None, documents=None, **self._special_tokens,
+                                         add_generation_prompt=add_generation_prompt, **switches)
+        except jinja2.TemplateError as error:
+            raise OptionError(f"the chat template refused the messages: {error.message}") from error
+        except RecursionError as error:
+            raise PackedModelError(f"{self._origin}: the chat template recurses without end") from error
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise PackedModelError(f"{self._origin}: the chat template failed on the messages: {error}") from error
+
+
+class _Guard:
+    """Swaps the edge characters of control tokens in messages for private-use characters, and back."""
+
+    def __init__(self, edges: frozenset[str], ordinary: re.Pattern[str], normalize: Callable[[str], str], *, reserved: str) -> None:
+        self._edges = edges
+        self._ordinary = ordinary
+        self._normalize = normalize
+        self._reserved = reserved
+        self._forward: dict[int, str] = {}
+        self._backward: dict[int, str] = {}
+
+    @property
+    def used(self) -> bool:
+        return bool(self._forward)
+
+    def restore(self, text: str) -> str:
+        return text.translate(self._backward)
+
+    def messages(self, messages: Any) -> list[dict[str, Any]]:
+        """A checked, guarded copy of `messages`."""
+        plain = [_checked(message, f"messages[{index}]") for index, message in enumerate(_checked_list(messages))]
+        text = "".join(_texts(plain))
+        check_unicode(text, "a message")
+        characters = sorted(set(text))
+        # A normalizer may turn a character into an edge, as NFKC does with U+FF1C.
+        dangerous = [c for c in characters if c in self._edges or self._edges & set(self._normalize(c))]
+        unused = _unused_private_characters(set(characters) | set(self._reserved))
+        for character in dangerous:
+            substitute = next(unused, None)
+            if substitute is None:
+                raise OptionError("the messages use every private-use character of Unicode, none is left to protect their text")
+            self._forward[ord(character)] = substitute
+            self._backward[ord(substitute)] = character
+        return [self._message(message) for message in plain] if dangerous else plain
+
+    def _message(self, message: dict[str, Any]) -> dict[str, Any]:
+        answer = message["role"] == "assistant"
+        guarded = {}
+        for key, value in message.items():
+            if key == "role":
+                guarded[key] = value
+            elif answer and key in ("content", "reasoning_content") and isinstance(value, str):
+                guarded[key] = self._answer(value)
+            else:
+                guarded[key] = self._value(value)
+        return guarded
+
+    def _answer(self, text: str) -> str:
+        """Guard an answer, in which control tokens that are not special keep their meaning for the template."""
+        pieces, position = [], 0
+        for match in self._ordinary.finditer(text):
+            pieces += [text[position:match.start()].translate(self._forward), match.group()]
+            position = match.end()
+        return "".join(pieces) + text[position:].translate(self._forward)
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return value.translate(self._forward)
+        if isinstance(value, list):
+            return [self._value(item) for item in value]
+        if isinstance(value, dict):
+            return {self._value(key): self._value(item) for key, item in value.items()}
+        return value
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Number of leading ids two sequences share."""
+    for index, (a, b) in enumerate(zip(left, right)):
+        if a != b:
+            return index
+    return min(len(left), len(right))
+
+
+def _checked_list(messages: Any) -> Sequence[Any]:
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise OptionError(f"messages is a {type(messages).__name__}, expected a list of {{'role': …, 'content': …}}")
+    if not messages:
+        raise OptionError("messages is empty, expected at least one {'role': 'user', 'content': …}")
+    return messages
+
+
+def _checked(message: Any, where: str) -> dict[str, Any]:
+    """A plain copy of one message, its text parts joined."""
+    if not isinstance(message, Mapping):
+        raise OptionError(f"{where} is a {type(message).__name__}, expected {{'role': …, 'content': …}}")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise OptionError(f"{where}: role is {role!r}, expected 'system', 'user' or 'assistant'")
+    content = message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
+        content = "".join(_text_part(part, f"{where}: content[{index}]") for index, part in enumerate(content))
+    elif content is None and message.get("tool_calls"):
+        content = ""
+    elif not isinstance(content, str):
+        raise OptionError(f"{where}: content is {_shown(content)}, expected text")
+    try:
+        plain = json.loads(json.dumps({key: value for key, value in message.items() if key != "content"}))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OptionError(f"{where} holds something that is not JSON: {error}") from error
+    return {**plain, "content": content}
+
+
+def _text_part(part: Any, where: str) -> str:
+    if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    raise OptionError(f"{where} is {_shown(part)}, expected {{'type': 'text', 'text': …}}: only text is supported")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from _texts(item)
+
+
+def _unused_private_characters(used: set[str]) -> Iterator[str]:
+    for first, last in ((0xE000, 0xF8FF), (0xF0000, 0xFFFFD), (0x100000, 0x10FFFD)):
+        yield from (chr(point) for point in range(first, last + 1) if chr(point) not in used)
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}…{% endgeneration %}` marks answers for training; here it is only its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The environment chat templates are written for, as transformers sets it up."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
+            sort_keys: bool = False) -> str:
+    """Plain JSON: jinja2's own filter escapes `<`, `>`, `&` and `'` for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,132 @@
+"""`sparseflow inspect`: what a packed model is, what it takes, what one token costs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sparseflow import demo_model
+from sparseflow.cli.options import EXIT_STATUSES, SparseFlowCommand, engine_options
+from sparseflow.footprint import Footprint
+from sparseflow.kernels import isa
+from sparseflow.kernels.threads import check_threads
+from sparseflow.packfile import Manifest, read_manifest
+from sparseflow.sizes import format_bytes
+
+_CACHE_SIZES = 8
+
+
+@click.command(cls=SparseFlowCommand, epilog=EXIT_STATUSES)
+@click.argument("model")
+@engine_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for machines instead of text.")
+def inspect(model: str, cache: str, threads: int | None, strict: bool, context: int | None, as_json: bool) -> None:
+    """Tell the geometry of MODEL, the sizes of its parts, and what one token costs in bytes. No weights are read.
+
+    With the options of a run it also tells what that run would hold in memory.
+
+    \b
+    Examples:
+      sparseflow inspect demo
+      sparseflow inspect qwen-packed --cache 4GiB --context 8192
+      sparseflow inspect qwen-packed --json
+    """
+    manifest = read_manifest(demo_model.packed_folder() if model == "demo" else Path(model))
+    limit = manifest.geometry.max_position_embeddings
+    if context is not None and not 1 <= context <= limit:
+        raise click.BadParameter(f"{context} is not in the range 1<=x<={limit}.", param_hint="'--context'")
+    described = describe(manifest, cache, context or limit, check_threads(threads), strict)
+    click.echo(json.dumps(described, indent=2) if as_json else as_text(described))
+
+
+def describe(manifest: Manifest, cache: str, context: int, threads: int, strict: bool) -> dict[str, Any]:
+    """Everything the command knows, by name; sizes in bytes."""
+    footprint = Footprint.of(manifest)
+    slots = footprint.cache_slots(cache, context)
+    cache_bytes = slots * footprint.expert_bytes
+    return {
+        "folder": str(manifest.folder),
+        "format_version": manifest.raw["format_version"],
+        "geometry": manifest.geometry.to_json(),
+        "footprint": footprint.to_json(),
+        "cache_sizes": [cache_row(footprint, size) for size in cache_sizes(footprint)],
+        "run": {
+            "cache": cache_row(footprint, cache_bytes),
+            "context": context,
+            "session_bytes": footprint.state_bytes + context * footprint.kv_bytes_per_token,
+            "memory_bytes": footprint.run_bytes(cache_bytes, context),
+            "threads": threads,
+            "strict": strict,
+            "isa": isa.active(),
+        },
+    }
+
+
+def cache_sizes(footprint: Footprint) -> list[int]:
+    """The largest powers of two that are caches of this model, and all its experts."""
+    powers = [1 << power for power in range(20, 50)]
+    useful = [size for size in powers if footprint.smallest_cache_bytes <= size < footprint.all_experts_bytes]
+    return [*useful[-_CACHE_SIZES:], footprint.all_experts_bytes]
+
+
+def cache_row(footprint: Footprint, size: int) -> dict[str, Any]:
+    """One cache: its bytes, the experts it holds, their share of all."""
+    slots = footprint.slots(size)
+    return {"bytes": size, "slots": slots, "share": slots / footprint.num_experts}
+
+
+def as_text(described: dict[str, Any]) -> str:
+    """The same for people."""
+    geometry, footprint, run = described["geometry"], described["footprint"], described["run"]
+    kinds = Counter(geometry["layer_types"])
+    lines = [
+        described["folder"],
+        "",
+        "geometry",
+        row("layers", f"{geometry['num_hidden_layers']}: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items())),
+        row("hidden size", geometry["hidden_size"]),
+        row("routed experts", f"{geometry['num_experts']} a layer, {geometry['num_experts_per_tok']} a token, width "
+                              f"{geometry['moe_intermediate_size']}; shared expert {geometry['shared_expert_intermediate_size']}"),
+        row("attention", f"{geometry['num_attention_heads']} query and {geometry['num_key_value_heads']} key/value heads of "
+                         f"{geometry['head_dim']}"),
+        row("linear attention", f"{geometry['linear_num_key_heads']} heads of {geometry['linear_key_head_dim']} and "
+                                f"{geometry['linear_num_value_heads']} of {geometry['linear_value_head_dim']}"),
+        row("vocabulary", geometry["vocab_size"]),
+        row("context", geometry["max_position_embeddings"]),
+        "",
+        "sizes",
+        row("experts", f"{format_bytes(footprint['experts_file_bytes'])} {footprint['expert_type']}, {footprint['num_experts']} of "
+                       f"{format_bytes(footprint['expert_bytes'])}"),
+        row("dense core", f"{format_bytes(footprint['dense_bytes'])} {footprint['dense_type']}, resident"),
+        row("embedding", f"{format_bytes(footprint['embed_file_bytes'])}, read by row"),
+        "",
+        "one token",
+        row("dense core read", format_bytes(footprint["dense_bytes"])),
+        row("experts asked", f"{footprint['experts_per_token']} of {format_bytes(footprint['expert_bytes'])} = "
+                             f"{format_bytes(footprint['experts_bytes_per_token'])}"),
+        row("together", format_bytes(footprint["bytes_per_token"])),
+        row("added to the session", f"{format_bytes(footprint['kv_bytes_per_token'])} of keys and values"),
+        "",
+        "cache sizes",
+        *(row(format_bytes(size["bytes"]), cache_text(size)) for size in described["cache_sizes"]),
+        row("smallest", f"{footprint['smallest_cache_bytes']} bytes, {footprint['smallest_cache_slots']} experts"),
+        "",
+        "a run with these options",
+        row("cache", f"{format_bytes(run['cache']['bytes'])}, {cache_text(run['cache'])}{', strict' if run['strict'] else ''}"),
+        row("session", f"{format_bytes(run['session_bytes'])} with a full context of {run['context']}"),
+        row("memory", f"{format_bytes(run['memory_bytes'])} and the interpreter"),
+        row("compute", f"{run['threads']} thread{'' if run['threads'] == 1 else 's'}, {run['isa']}"),
+    ]
+    return "\n".join(lines)
+
+
+def cache_text(size: dict[str, Any]) -> str:
+    return f"{size['slots']} experts, {size['share']:.0%} of all"
+
+
+def row(name: str, value: object) -> str:
+    return f"  {name:<22}{value}"

@@ -1,0 +1,270 @@
+"""A packed model, opened: weights resident, experts leased, sessions and text on top."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from sparseflow import demo_model
+from sparseflow.chat import ChatTemplate
+from sparseflow.config import Geometry
+from sparseflow.decoder import Decoder
+from sparseflow.errors import CapacityError, OptionError, SparseFlowError
+from sparseflow.evidence import RunEvidence, peak_rss_bytes
+from sparseflow.generate import Generation, Prompt, generate, prepare_prompt
+from sparseflow.kernels import isa
+from sparseflow.kernels.threads import check_threads
+from sparseflow.layout import ExpertLayout
+from sparseflow.leases import LeaseTable
+from sparseflow.memory import available_memory, cache_for
+from sparseflow.packfile import EXPERTS_FILE, Manifest, read_manifest
+from sparseflow.sampling import Sampler
+from sparseflow.session import Session
+from sparseflow.sizes import format_bytes, parse_size
+from sparseflow.state import state_bytes
+from sparseflow.store import PackedStore
+from sparseflow.tokenizer import Tokenizer
+from sparseflow.weights import DenseCore, Embedding
+
+AUTO_CONTEXT = 4096
+"""Positions of KV cache that cache="auto" leaves room for when no context is given."""
+
+Progress = Callable[[str, int, int], None]
+
+
+def load(
+    model: str | os.PathLike[str],
+    *,
+    cache: str | int = "auto",
+    threads: int | None = None,
+    strict: bool = False,
+    context: int | None = None,
+    prefill_chunk: int = 512,
+    progress: Progress | None = None,
+) -> Model:
+    """Opens a packed model.
+
+    Args:
+        model: a folder made by sf-pack, or "demo".
+        cache: memory for routed experts: a size ("4GiB", or bytes), "resident" for all of them, read at once, or "auto" for what
+            the machine's available memory allows.
+        threads: compute threads; None for the processors this process may use.
+        strict: evicted experts are also dropped from the page cache, so that the bound holds for the machine.
+        context: the most tokens of one session; None for the model's own limit.
+        prefill_chunk: tokens fed at once; more need more memory and fewer passes over the experts.
+        progress: called as progress(what, done, total) with bytes while weights are read.
+
+    Raises PackedModelError for a folder that is no complete packed model, OptionError for a bad argument, CapacityError when the
+    cache or the memory is too small, StorageError when the disk refuses.
+    """
+    threads = check_threads(threads)
+    folder = demo_model.packed_folder() if os.fspath(model) == "demo" else Path(model)
+    manifest = read_manifest(folder)
+    geometry = manifest.geometry
+    context = _checked_context(context, geometry)
+    if isinstance(prefill_chunk, bool) or not isinstance(prefill_chunk, int) or prefill_chunk < 1:
+        raise OptionError(f"prefill_chunk is {prefill_chunk!r}: give a whole number of at least 1")
+    slots = _slots(cache, manifest, context)
+    return Model(manifest, slots, cache == "resident", threads, strict, context, prefill_chunk, progress)
+
+
+class Model:
+    """A packed model, ready to run. Made by `load`; a context manager.
+
+    Attributes:
+        folder, manifest, geometry: what was opened.
+        layout: the expert slice's layout.
+        store, leases: the mapped experts and the table of those in memory.
+        core_bytes: bytes of the resident dense core.
+        decoder: the layers.
+        threads, strict, context, prefill_chunk: as in `load`.
+
+    Thread-safety: sessions of one model may run in different threads.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        slots: int,
+        resident: bool,
+        threads: int,
+        strict: bool,
+        context: int,
+        prefill_chunk: int,
+        progress: Progress | None,
+    ) -> None:
+        self.manifest = manifest
+        self.folder = manifest.folder
+        self.geometry = manifest.geometry
+        self.threads = threads
+        self.strict = strict
+        self.context = context
+        self.prefill_chunk = prefill_chunk
+        g = self.geometry
+        self.layout = ExpertLayout(g.hidden_size, g.moe_intermediate_size, manifest.expert_bits)
+        self.store = PackedStore(self.folder / EXPERTS_FILE, strict=strict)
+        try:
+            core = DenseCore(manifest, drop_page_cache=strict, progress=_labelled(progress, "dense core"))
+            self.core_bytes = core.nbytes
+            self.leases = LeaseTable(self.store, slots)
+            self.decoder = Decoder(core, Embedding(manifest), g, self.layout, self.leases, threads)
+            if resident:
+                self.leases.admit_all(_labelled(progress, "experts"))
+        except BaseException:
+            self.store.close()
+            raise
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer."""
+        return Tokenizer.from_folder(self.folder)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The checkpoint's chat template."""
+        return ChatTemplate.from_folder(self.folder, self.tokenizer)
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        """The checkpoint's generation_config.json."""
+        return self.tokenizer.generation_config
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that end a text."""
+        return self.tokenizer.eos_token_ids
+
+    def session(self, *, trace: bool = True) -> Session:
+        """A new, empty session; with `trace`, it records its routes."""
+        self._require_open()
+        return Session(self, trace=trace)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 256,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        enable_thinking: bool | None = None,
+    ) -> Generation:
+        """Text in, pieces of text out, computed as they are asked for.
+
+        Args:
+            prompt: text (control tokens in it are parsed), a list of chat messages {"role", "content"}, or a list of token ids.
+            temperature, top_k, top_p, min_p, repetition_penalty, seed: sampling; None is greedy for text and ids, and the
+                checkpoint's generation config for chat.
+            stop: texts before which to stop.
+            enable_thinking: for chat; None leaves it to the template.
+
+        Raises OptionError for a bad prompt or option, CapacityError for a prompt longer than the context.
+        """
+        prepared = prepare_prompt(
+            self,
+            prompt,
+            enable_thinking=enable_thinking,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+        )
+        return generate(
+            self.session(),
+            prepared.ids,
+            self.tokenizer,
+            max_new_tokens=max_new_tokens,
+            sampler=Sampler(prepared.sampling),
+            eos_token_ids=self.eos_token_ids,
+            stop=stop,
+            opening=prepared.opening,
+        )
+
+    def evidence(self, generation: Generation) -> RunEvidence:
+        """What a generation on this model did, once it has ended."""
+        fed = generation.prompt_tokens + max(len(generation.ids) - 1, 0)
+        own = []
+        for usage in reversed(generation.session.usage):
+            if fed <= 0:
+                break
+            own.append(usage)
+            fed -= usage.tokens
+        read = [usage.bytes_read for usage in own]
+        return RunEvidence(
+            prompt_tokens=generation.prompt_tokens,
+            new_tokens=len(generation.ids),
+            ttft_seconds=generation.ttft_seconds or 0.0,
+            decode_seconds=generation.decode_seconds,
+            peak_rss_bytes=peak_rss_bytes(),
+            cache_slots=self.leases.slots,
+            cache_bytes=self.leases.slots * self.layout.stride,
+            requests=sum(usage.requests for usage in own),
+            hits=sum(usage.hits for usage in own),
+            evictions=sum(usage.evictions for usage in own),
+            bytes_asked=sum(usage.bytes_asked for usage in own),
+            bytes_read=None if None in read else sum(count for count in read if count is not None),
+            strict=self.strict,
+            threads=self.threads,
+            isa=isa.active(),
+        )
+
+    def close(self) -> None:
+        """Unmaps the experts. Sessions can not be used afterwards. Closing again does nothing."""
+        self.store.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _require_open(self) -> None:
+        if self.store.closed:
+            raise SparseFlowError("the model is closed: open it again with sparseflow.load")
+
+
+def _labelled(progress: Progress | None, what: str) -> Callable[[int, int], None] | None:
+    return None if progress is None else lambda done, total: progress(what, done, total)
+
+
+def _checked_context(context: int | None, geometry: Geometry) -> int:
+    limit = geometry.max_position_embeddings
+    if context is None:
+        return limit
+    if isinstance(context, bool) or not isinstance(context, int) or not 1 <= context <= limit:
+        raise OptionError(f"context is {context!r}: this model takes a whole number of tokens from 1 to {limit}")
+    return context
+
+
+def _slots(cache: str | int, manifest: Manifest, context: int) -> int:
+    """Slots of the lease table for a `cache` argument."""
+    g = manifest.geometry
+    everything = g.num_hidden_layers * g.num_experts
+    smallest = g.num_experts_per_tok * manifest.stride
+    if cache == "resident":
+        return everything
+    if cache == "auto":
+        core = sum(entry.bytes for entry in manifest.tensors.values())
+        resident = core + state_bytes(g, min(context, AUTO_CONTEXT))
+        budget = cache_for(available_memory(), resident, everything * manifest.stride, smallest)
+    elif isinstance(cache, str):
+        budget = parse_size(cache)
+    elif isinstance(cache, int) and not isinstance(cache, bool):
+        budget = cache
+    else:
+        raise OptionError(f"cache is {cache!r}: give a size such as '4GiB', 'resident' or 'auto'")
+    if budget < smallest:
+        raise CapacityError(
+            f"a cache of {format_bytes(budget)} is too small: a token uses {g.num_experts_per_tok} experts of a layer at once, "
+            f"so the smallest is {smallest} bytes ({format_bytes(smallest)})"
+        )
+    return min(budget // manifest.stride, everything)

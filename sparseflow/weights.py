@@ -1,0 +1,165 @@
+"""The resident weights of a packed model: the dense core in anonymous memory, the embedding mapped and read by row."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparseflow.errors import PackedModelError, StorageError
+from sparseflow.kernels import linear
+from sparseflow.layout import ExpertLayout, TensorEntry, align, scales_offset
+from sparseflow.packfile import DENSE_FILE, EMBED_FILE, HEADER_BYTES, Manifest
+from sparseflow.tiles import TILE_ROWS, padded_columns, row_tiles
+
+_READ_BYTES = 16 << 20
+
+
+class Activations:
+    """Rows of activations that several matrices share: float32 [tokens, columns], quantised once when first asked for."""
+
+    def __init__(self, x: NDArray[np.float32], threads: int) -> None:
+        self.x = x
+        self.threads = threads
+        self._quantized: linear.Quantized | None = None
+
+    @property
+    def quantized(self) -> linear.Quantized:
+        """The int8 form of `x`."""
+        if self._quantized is None:
+            self._quantized = linear.quantize(self.x, self.threads)
+        return self._quantized
+
+
+class Linear:
+    """A weight matrix [rows, columns] in tiles; calling it gives x W^T, float32 [tokens, rows].
+
+    Attributes: bits 8 (int8 tiles uint8, scales as float16 bits) or 16 (bfloat16 tiles uint16, scales None).
+    """
+
+    def __init__(self, entry: TensorEntry, data: NDArray[np.uint8]) -> None:
+        self.rows, self.columns = entry.shape
+        self.bits = 8 if entry.kind == "int8" else 16
+        tiles = row_tiles(self.rows) * TILE_ROWS * padded_columns(self.columns)
+        self.scales: NDArray[np.uint16] | None = None
+        if self.bits == 8:
+            self.tiles: NDArray[np.uint8] | NDArray[np.uint16] = data[:tiles]
+            self.scales = data[scales_offset(entry.shape) :].view(np.uint16)
+        else:
+            self.tiles = data.view(np.uint16)
+
+    def __call__(self, x: Activations) -> NDArray[np.float32]:
+        if self.bits == 8:
+            return linear.matmul_int8(x.quantized, self.tiles, self.scales, self.rows, x.threads)
+        return linear.matmul_bf16(x.x, self.tiles, self.rows, x.threads)
+
+
+class DenseCore:
+    """All tensors of dense.sfx by canonical name (`layers.0.input_layernorm.weight`).
+
+    They are read into anonymous memory, which no pressure from the experts' file mapping can push out. Raises StorageError
+    when the disk refuses, PackedModelError when the file ends early. `progress(done, total)` is called with bytes.
+    """
+
+    def __init__(
+        self, manifest: Manifest, *, drop_page_cache: bool, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        path = manifest.folder / DENSE_FILE
+        self.linears: dict[str, Linear] = {}
+        self.arrays: dict[str, NDArray[np.float32]] = {}
+        self.nbytes = sum(entry.bytes for entry in manifest.tensors.values())
+        done = 0
+        with _open(path) as descriptor:
+            for name, entry in manifest.tensors.items():
+                data = np.empty(entry.bytes, np.uint8)
+                for start in range(0, entry.bytes, _READ_BYTES):
+                    part = memoryview(data)[start : start + _READ_BYTES]
+                    _read_into(descriptor, part, entry.offset + start, f"{path}: {name}")
+                    done += len(part)
+                    if progress is not None:
+                        progress(done, self.nbytes)
+                if entry.kind == "f32":
+                    self.arrays[name] = data.view(np.float32).reshape(entry.shape)
+                else:
+                    self.linears[name] = Linear(entry, data)
+            if drop_page_cache:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+class SharedExpert:
+    """A shared expert in the form of a routed expert's slice, so that one kernel serves both."""
+
+    def __init__(self, gate: Linear, up: Linear, down: Linear) -> None:
+        self.intermediate = gate.rows
+        self.layout = ExpertLayout(gate.columns, gate.rows, gate.bits)
+        self.slice = np.zeros(align(self.layout.slice_bytes, 64), np.uint8)
+        tiles = row_tiles(gate.rows)
+        self._write(self.layout.gate_up_tiles, _alternated(gate.tiles, up.tiles, tiles))
+        self._write(self.layout.down_tiles, down.tiles)
+        if self.layout.gate_up_scales is not None and self.layout.down_scales is not None:
+            self._write(self.layout.gate_up_scales, _alternated(gate.scales, up.scales, tiles))
+            self._write(self.layout.down_scales, down.scales)
+        self.addresses = np.array([self.slice.ctypes.data], np.uint64)
+
+    def _write(self, offset: int, values: NDArray) -> None:
+        data = values.view(np.uint8)
+        self.slice[offset : offset + data.size] = data
+
+
+class Embedding:
+    """The token embedding, bfloat16 [vocab, hidden], mapped; rows are gathered and their pages let go at once."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        path = manifest.folder / EMBED_FILE
+        rows, columns = manifest.geometry.vocab_size, manifest.geometry.hidden_size
+        with _open(path) as descriptor:
+            try:
+                self._map = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+            except (OSError, ValueError) as error:
+                raise StorageError(f"{path}: cannot be mapped: {error}") from error
+        self._map.madvise(mmap.MADV_RANDOM)
+        count = rows * columns
+        self._rows = np.frombuffer(self._map, np.uint16, count, HEADER_BYTES).reshape(rows, columns)
+
+    def __call__(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Rows of the tokens `ids`, float32 [tokens, hidden]."""
+        rows = self._rows[ids].astype(np.uint32) << 16
+        # A fault maps 64 KiB around a row; a long run would otherwise make the whole table resident.
+        self._map.madvise(mmap.MADV_DONTNEED)
+        return rows.view(np.float32)
+
+
+def _alternated(gate: NDArray | None, up: NDArray | None, tiles: int) -> NDArray:
+    """Tile rows of gate and up in turn, as a routed expert's slice has them."""
+    assert gate is not None and up is not None
+    return np.stack([gate.reshape(tiles, -1), up.reshape(tiles, -1)], axis=1).reshape(-1)
+
+
+class _open:
+    """A file descriptor for reading, as a context."""
+
+    def __init__(self, path: os.PathLike[str]) -> None:
+        try:
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
+
+    def __enter__(self) -> int:
+        return self.descriptor
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self.descriptor)
+
+
+def _read_into(descriptor: int, part: memoryview, offset: int, what: str) -> None:
+    while len(part):
+        try:
+            count = os.preadv(descriptor, [part], offset)
+        except OSError as error:
+            raise StorageError(f"{what}: cannot be read: {error.strerror}") from error
+        if count == 0:
+            raise PackedModelError(f"{what}: the file ends early, pack the checkpoint again with sf-pack")
+        part, offset = part[count:], offset + count
