@@ -26,8 +26,12 @@ from sparseflow.tokenizer import TOKENIZER_CONFIG_FILE, Tokenizer, check_unicode
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 OPEN_THINKING, CLOSE_THINKING = "<think>", "</think>"
 
-# What a next turn may look like: an answer and a question that begin with a letter, with white space, with a thought.
-_NEXT_TURNS = (("a", "b"), ("\n 1", " \n2"), (f"{OPEN_THINKING}\nc\n{CLOSE_THINKING}\n\nd", "e"))
+# What a next turn may look like: an answer and a question that begin with a letter, with white space; an answer with a thought.
+_NEXT_TURNS = (
+    ({"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}),
+    ({"role": "assistant", "content": "\n 1"}, {"role": "user", "content": " \n2"}),
+    ({"role": "assistant", "content": "c", "reasoning_content": "d"}, {"role": "user", "content": "e"}),
+)
 
 Message = Mapping[str, Any]
 
@@ -116,8 +120,7 @@ class ChatTemplate:
         of the beginning of the answer (a `<think>` is usually taken out of the history), so it is asked, not guessed.
         """
         length = len(ids)
-        for answer, question in _NEXT_TURNS:
-            turn = [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
+        for turn in _NEXT_TURNS:
             following = self.encode([*messages, *turn], enable_thinking=enable_thinking)
             length = min(length, common_prefix(ids, following))
         return length
@@ -141,10 +144,8 @@ class ChatTemplate:
                                          add_generation_prompt=add_generation_prompt, **switches)
         except jinja2.TemplateError as error:
             raise OptionError(f"the chat template refused the messages: {error.message}") from error
-        except RecursionError as error:
-            raise PackedModelError(f"{self._origin}: the chat template recurses without end") from error
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise PackedModelError(f"{self._origin}: the chat template failed on the messages: {error}") from error
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise OptionError(f"the chat template ({self._origin}) failed on the messages: {error}") from error
 
 
 class _Guard:
@@ -212,6 +213,22 @@ class _Guard:
         return value
 
 
+def as_answer(text: str, opening: str = "") -> dict[str, str]:
+    """A generated text as an assistant's message, its thought apart in `reasoning_content`, where templates expect it.
+
+    `opening` is what the template had begun to say before `text`. A thought that was broken off is a thought still.
+    """
+    text = opening + text
+    if CLOSE_THINKING in text:
+        thought, _, answer = text.rpartition(CLOSE_THINKING)
+    elif opening:
+        thought, answer = text, ""
+    else:
+        return {"role": "assistant", "content": text}
+    thought = thought.partition(OPEN_THINKING)[2] if OPEN_THINKING in thought else thought
+    return {"role": "assistant", "content": answer.lstrip("\n"), "reasoning_content": thought.strip("\n")}
+
+
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """Number of leading ids two sequences share."""
     for index, (a, b) in enumerate(zip(left, right)):
@@ -251,7 +268,7 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
 
 def _text_part(part: Any, where: str) -> str:
     if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
-        return part["text"]
+        return str(part["text"])
     raise OptionError(f"{where} is {_shown(part)}, expected {{'type': 'text', 'text': …}}: only text is supported")
 
 

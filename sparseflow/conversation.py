@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sparseflow.chat import CLOSE_THINKING, Message
-from sparseflow.generate import Generation, TextModel, generate
+from sparseflow.chat import Message, as_answer
+from sparseflow.generate import ForwardSession, Generation, TextModel, generate
 from sparseflow.sampling import Sampler, SamplingOptions
 
 
@@ -23,7 +23,7 @@ class ChatModel(TextModel, Protocol):
     @property
     def eos_token_ids(self) -> Sequence[int]: ...
 
-    def session(self) -> Any: ...
+    def session(self) -> ForwardSession: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class _Checkpoint:
     """A session together with the ids it holds."""
 
     ids: list[int]
-    session: Any
+    session: ForwardSession
 
     def begins(self, ids: list[int]) -> bool:
         return len(self.ids) < len(ids) and ids[:len(self.ids)] == self.ids
@@ -69,10 +69,10 @@ class Conversation:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation so far, with the answer that is under way; answers hold their thinking, as the template expects it."""
+        """The conversation so far, with the answer that is under way; a thought is apart from its answer, in `reasoning_content`."""
         if self._generation is None or not self._generation.ids:
             return list(self._history)
-        return [*self._history, self._answer(self._generation)]
+        return [*self._history, as_answer(self._generation.text, self._generation.opening)]
 
     def send(self, text: str) -> Generation:
         """Say `text`; iterating over the result gives the pieces of the answer, as `Model.generate` does.
@@ -117,7 +117,7 @@ class Conversation:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _resume(self, ids: list[int]) -> tuple[Any, int]:
+    def _resume(self, ids: list[int]) -> tuple[ForwardSession, int]:
         """A session to feed, and how many of `ids` it holds already: fewer than all, since the last must give logits."""
         for checkpoint in (self._end, self._stable):
             if checkpoint is not None and checkpoint.begins(ids):
@@ -138,7 +138,7 @@ class Conversation:
             return
         generation.close()
         if generation.ids:
-            self._history.append(self._answer(generation))
+            self._history.append(as_answer(generation.text, generation.opening))
         else:
             self._history.pop()
         if generation.fork is not None:
@@ -150,11 +150,3 @@ class Conversation:
             self._end = _Checkpoint((self._turn_ids + generation.ids)[:session.position], session)
         else:
             session.close()
-
-    @staticmethod
-    def _answer(generation: Generation) -> dict[str, Any]:
-        """The answer as a message. A thought the template began is given its beginning, and an end if it was broken off."""
-        text = generation.opening + generation.text
-        if generation.opening and CLOSE_THINKING not in generation.text:
-            text += f"\n{CLOSE_THINKING}\n\n"
-        return {"role": "assistant", "content": text}

@@ -6,7 +6,7 @@ import numbers
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -29,7 +29,15 @@ class ForwardSession(Protocol):
 
     def forward(self, ids: Sequence[int], *, last_only: bool = False) -> np.ndarray: ...
 
-    def fork(self) -> Any: ...
+    def fork(self) -> ForwardSession: ...
+
+    def close(self) -> None: ...
+
+    @property
+    def trace(self) -> Any: ...
+
+    @property
+    def usage(self) -> Sequence[Any]: ...
 
 
 class TextModel(Protocol):
@@ -73,8 +81,9 @@ def prepare_prompt(model: TextModel, prompt: Prompt, *, enable_thinking: bool | 
     if len(prompt) == 0:
         raise OptionError("the prompt is empty: pass at least one token")
     if not isinstance(prompt, str) and isinstance(prompt[0], Mapping):
-        ids = model.chat_template.encode(prompt, enable_thinking=enable_thinking)
-        opening = model.chat_template.opening(prompt, enable_thinking=enable_thinking)
+        messages = cast(Sequence[Message], prompt)
+        ids = model.chat_template.encode(messages, enable_thinking=enable_thinking)
+        opening = model.chat_template.opening(messages, enable_thinking=enable_thinking)
         defaults = SamplingOptions.from_generation_config(model.generation_config)
         return PreparedPrompt(ids, defaults.replace(**sampling), opening)
     if enable_thinking is not None:
@@ -139,7 +148,7 @@ class Generation(Iterator[str]):
         self.opening = opening
         self.ttft_seconds: float | None = None
         self.token_seconds: list[float] = []
-        self.fork: Any = None
+        self.fork: ForwardSession | None = None
         self.intact = True
         self._prompt_ids = prompt_ids
         self._past_ids = past_ids

@@ -24,9 +24,11 @@ from sparseflow.journal import Journal
 from sparseflow.packer import Packer, Progress, Record
 from sparseflow.packfile import BITS
 from sparseflow.shards import SourceTensor, read_json, total_bytes
+from sparseflow.sizes import format_bytes
 
-REQUIRED_FILES = ("config.json", "tokenizer.json")
-OPTIONAL_FILES = ("generation_config.json", "tokenizer_config.json", "chat_template.jinja")
+REQUIRED_FILES = ("config.json",)
+# A model without a tokenizer still runs on token ids; asking it for text says what is missing.
+OPTIONAL_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 _SPARE_BYTES = 16 * 1024 * 1024  # room for the manifest, the journal and the tokenizer files
 
@@ -45,7 +47,7 @@ def pack_checkpoint(
     it is completed. Its parent must exist. On KeyboardInterrupt, and when the disk fails midway, the folder is left to be resumed.
 
     Raises CheckpointError (the source is at fault: no folder is left), OptionError (`destination` exists or cannot be resumed, an
-    option has no such value), StorageError (no room, the disk refused).
+    option has no such value), PackedModelError (the unfinished pack is damaged), StorageError (no room, the disk refused).
     """
     for option, value in (("experts", experts), ("dense", dense)):
         if value not in BITS:
@@ -100,7 +102,10 @@ def _claim(folder: Path, size: int) -> bool:
     need = max(size + _SPARE_BYTES - have, 0)
     free = shutil.disk_usage(folder.parent).free
     if need > free:
-        raise StorageError(f"{folder}: the pack needs {need} bytes more, the disk has {free} free: make room or choose another disk")
+        raise StorageError(
+            f"{folder}: the pack needs {format_bytes(need)} ({need} bytes), the disk has {format_bytes(free)} ({free} bytes) free: "
+            "make room or choose another disk"
+        )
     if not resumed:
         folder.mkdir()
     return resumed

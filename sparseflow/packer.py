@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from sparseflow import packfile
 from sparseflow.checkpoint import Checkpoint, family
 from sparseflow.encode import as_bf16_bits, as_float32, pack_expert, pack_matrix, values_changed
-from sparseflow.errors import StorageError
+from sparseflow.errors import PackedModelError, StorageError
 from sparseflow.journal import Journal
 from sparseflow.layout import ExpertLayout, TensorEntry
 from sparseflow.packfile import BITS, HEADER_BYTES
@@ -73,11 +73,17 @@ class Packer:
             os.close(self.files.popitem()[1])
 
     def run(self, journal: Journal) -> None:
-        """Do every unit that the journal does not hold. StorageError if a file cannot have its full size."""
+        """Do every unit that the journal does not hold.
+
+        Raises StorageError if a file cannot have its full size, PackedModelError if one was lost since the units in it were done.
+        """
         for name, header in self.headers.items():
             self.files[name] = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if journal.done and os.fstat(self.files[name]).st_size != header.file_bytes:
+                raise PackedModelError(f"{self.folder / name}: was changed since packing stopped, delete the folder to start again")
             self._allocate(name, header.file_bytes)
             self._write(name, header.pack(), 0)
+        packfile.sync_folder(self.folder)
         self.read_bytes = sum(record["read_bytes"] for record in journal.done.values())
         self._report()
         for unit, file, work in self._units():

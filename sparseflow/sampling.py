@@ -125,7 +125,8 @@ def _penalize(logits: np.ndarray, history: Sequence[int], penalty: float) -> np.
 
 def _softmax(scores: np.ndarray) -> np.ndarray:
     weights = np.exp(scores - scores.max())
-    return weights / weights.sum()
+    probabilities: np.ndarray = weights / weights.sum()
+    return probabilities
 
 
 def _keep(mask: np.ndarray, ids: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -138,7 +139,7 @@ def _given(config: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def _check_real(name: str, value: Any, low: float, high: float, allowed: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low <= value <= high or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low <= float(value) <= high or not math.isfinite(value):
         raise OptionError(f"{name} is {value!r}, expected {allowed}")
 
 

@@ -11,6 +11,8 @@ So 64 consecutive bytes hold the same few columns of 16 rows: one register, one 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -74,6 +76,6 @@ def untile_bf16(tiles: NDArray[np.uint16], rows: int, columns: int) -> NDArray[n
     return matrix[:rows, :columns].copy()
 
 
-def alternate(gate: NDArray, up: NDArray, count: int) -> NDArray:
+def alternate(gate: NDArray[Any], up: NDArray[Any], count: int) -> NDArray[Any]:
     """Two flat runs of `count` tile rows (or their scales) -> one flat run: gate row 0, up row 0, gate row 1, ..."""
     return np.stack([gate.reshape(count, -1), up.reshape(count, -1)], axis=1).reshape(-1)

@@ -12,7 +12,7 @@ import sparseflow
 from sparseflow.cli.options import (
     EXIT_STATUSES,
     SparseFlowCommand,
-    check_trace_file,
+    check_early,
     engine_options,
     open_model,
     output_options,
@@ -21,7 +21,6 @@ from sparseflow.cli.options import (
 )
 from sparseflow.cli.run import show
 from sparseflow.errors import CapacityError, OptionError
-from sparseflow.sampling import SamplingOptions
 
 
 @click.command(cls=SparseFlowCommand, epilog=EXIT_STATUSES)
@@ -45,10 +44,9 @@ def chat(model: str, system: str | None, thinking: bool | None, max_new_tokens: 
       sparseflow chat qwen-packed --cache 4GiB --system "Answer in one sentence."
       printf 'Hello\\nWhat do bees live in?\\n' | sparseflow chat demo --json
     """
-    SamplingOptions().replace(**sampling)  # before the weights are read, which may take minutes
-    check_trace_file(trace_file)
+    check_early(sampling, stop, trace_file)
     start = [] if system is None else [{"role": "system", "content": system}]
-    interactive = sys.stdin.isatty()
+    interactive = is_terminal()
     with open_model(model, cache=cache, threads=threads, strict=strict, context=context) as opened, sparseflow.Conversation(
             opened, messages=start, max_new_tokens=max_new_tokens, stop=stop, enable_thinking=thinking, **sampling) as conversation:
         turn = 0
@@ -88,6 +86,11 @@ def read_line(interactive: bool) -> str | None:
     if not line and interactive:
         click.echo(err=True)
     return line.decode("utf-8", errors="surrogateescape").strip() if line else None
+
+
+def is_terminal() -> bool:
+    """Whether a person types the messages."""
+    return sys.stdin.isatty()
 
 
 def numbered(path: str | None, turn: int) -> str | None:

@@ -14,6 +14,8 @@ import click
 
 import sparseflow
 from sparseflow.errors import CapacityError, OptionError, SparseFlowError, StorageError
+from sparseflow.generate import StopStrings
+from sparseflow.sampling import SamplingOptions
 from sparseflow.sizes import format_bytes
 
 INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
@@ -58,10 +60,12 @@ def open_model(model: str, *, cache: str, threads: int | None, strict: bool, con
         progress.finish()
 
 
-def check_trace_file(path: str | None) -> None:
-    """OptionError, before anything is computed, when the folder of --trace does not exist."""
-    if path is not None and not Path(path).absolute().parent.is_dir():
-        raise OptionError(f"--trace {path}: the folder {Path(path).absolute().parent} does not exist, make it first")
+def check_early(sampling: dict[str, Any], stop: tuple[str, ...], trace_file: str | None) -> None:
+    """OptionError for what can be known to be wrong before the weights are read, which may take minutes."""
+    SamplingOptions().replace(**sampling)
+    StopStrings(stop)
+    if trace_file is not None and not Path(trace_file).absolute().parent.is_dir():
+        raise OptionError(f"--trace {trace_file}: the folder {Path(trace_file).absolute().parent} does not exist, make it first")
 
 
 def report_error(message: str) -> None:
@@ -92,7 +96,7 @@ class _ExitStatus(click.Command):
             _silence(sys.stdout)
             raise click.exceptions.Exit(CLOSED_PIPE) from None
 
-    def main(self, args: Any = None, prog_name: Any = None, complete_var: Any = None,  # type: ignore[override]
+    def main(self, args: Any = None, prog_name: Any = None, complete_var: Any = None,
              standalone_mode: bool = True, **extra: Any) -> Any:
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
@@ -153,7 +157,8 @@ def engine_options(command: Command) -> Command:
 def sampling_options(command: Command) -> Command:
     """--max-new-tokens and the sampling options; an option that was not given arrives as None."""
     return _apply([
-        click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, metavar="N", help="Stop after N new tokens."),
+        click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, metavar="N",
+                     help="Stop after N new tokens."),
         click.option("--temperature", type=float, metavar="T", help="0 is greedy; above 0, tokens are drawn at random."),
         click.option("--top-k", type=int, metavar="K", help="Draw from the K most likely tokens; 0 is off."),
         click.option("--top-p", type=float, metavar="P", help="Draw from the most likely tokens that together hold P; 1 is off."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TextIO
 
 import click
@@ -13,6 +14,7 @@ from sparseflow.cli.options import EXIT_STATUSES, INTERRUPTED, SparseFlowCommand
 from sparseflow.pack import pack_checkpoint
 from sparseflow.packfile import BITS
 from sparseflow.sizes import format_bytes
+from sparseflow.tokenizer import TOKENIZER_FILE
 
 _QUIET_SECONDS = 2.0
 _TERMINAL_SECONDS = 0.25
@@ -31,7 +33,7 @@ def main(source: str, destination: str, experts: str, dense: str, quiet: bool) -
     """Pack the checkpoint in folder SRC into the new folder DST.
 
     SRC holds a Qwen3.5 or Qwen3.6 mixture-of-experts model as it comes from the Hugging Face Hub, or as transformers saves it:
-    config.json, tokenizer.json and the .safetensors files. It is only read. Vision and multi-token-prediction weights are left
+    config.json, the .safetensors files and the tokenizer's. It is only read. Vision and multi-token-prediction weights are left
     out.
 
     int8 halves the size: 8 bits a weight and one scale per 128 weights. bf16 keeps the weights as they are, and is the
@@ -57,6 +59,8 @@ def main(source: str, destination: str, experts: str, dense: str, quiet: bool) -
             progress.finish()
     if not quiet:
         click.echo(report_table(manifest["report"]))
+        if not (Path(destination) / TOKENIZER_FILE).exists():
+            click.echo(f"packed without {TOKENIZER_FILE}: the model runs on token ids, for text copy the file into {destination}")
 
 
 class ProgressLine:

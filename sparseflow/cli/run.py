@@ -12,14 +12,13 @@ import sparseflow
 from sparseflow.cli.options import (
     EXIT_STATUSES,
     SparseFlowCommand,
-    check_trace_file,
+    check_early,
     engine_options,
     open_model,
     output_options,
     sampling_options,
 )
 from sparseflow.errors import OptionError
-from sparseflow.sampling import SamplingOptions
 
 
 @click.command(cls=SparseFlowCommand, epilog=EXIT_STATUSES)
@@ -49,8 +48,7 @@ def run(model: str, prompt: str, chat: bool, system: str | None, thinking: bool 
     """
     if not chat and (system is not None or thinking is not None):
         raise OptionError("--system and --thinking act on a chat template: add --chat")
-    SamplingOptions().replace(**sampling)  # before the weights are read, which may take minutes
-    check_trace_file(trace_file)
+    check_early(sampling, stop, trace_file)
     text = read_prompt(prompt)
     with open_model(model, cache=cache, threads=threads, strict=strict, context=context) as opened:
         generation = opened.generate(

@@ -87,6 +87,8 @@ def gated_attention(float[:, ::1] q_gate, float[:, ::1] k, const float[:, ::1] v
     call.eps = eps
     parts = (heads // kv_heads + SF_HEADS_AT_ONCE - 1) // SF_HEADS_AT_ONCE
     with nogil:
-        parallel_for(sf_attention_append_units[active_index()], &call, tokens, threads)
-        parallel_for(sf_attention_units[active_index()], &call, tokens * kv_heads * parts, threads)
+        parallel_for(sf_attention_append_units[active_index()], &call, tokens, threads,
+                     4 * tokens * (heads + kv_heads) * head_dim)
+        parallel_for(sf_attention_units[active_index()], &call, tokens * kv_heads * parts, threads,
+                     2 * tokens * heads * (position + tokens) * head_dim)
     return result

@@ -59,7 +59,8 @@ def causal_conv(const float[:, ::1] x, const float[:, ::1] weight, float[:, ::1]
     call.channels = x.shape[1]
     call.kernel = weight.shape[0]
     with nogil:
-        parallel_for(sf_conv_units[active_index()], &call, (x.shape[1] + SF_CONV_BLOCK - 1) // SF_CONV_BLOCK, threads)
+        parallel_for(sf_conv_units[active_index()], &call, (x.shape[1] + SF_CONV_BLOCK - 1) // SF_CONV_BLOCK, threads,
+                     x.shape[0] * x.shape[1] * weight.shape[0])
     return result
 
 
@@ -103,6 +104,7 @@ def gated_delta(float[:, ::1] qkv, const float[:, ::1] a, const float[:, ::1] b,
     call.key_dim = key_dim
     call.value_dim = value_dim
     with nogil:
-        parallel_for(sf_delta_prepare_units[active_index()], &call, tokens, threads)
-        parallel_for(sf_delta_units[active_index()], &call, value_heads * state.shape[1], threads)
+        parallel_for(sf_delta_prepare_units[active_index()], &call, tokens, threads, 4 * tokens * qkv.shape[1])
+        parallel_for(sf_delta_units[active_index()], &call, value_heads * state.shape[1], threads,
+                     4 * tokens * value_heads * key_dim * value_dim)
     return result

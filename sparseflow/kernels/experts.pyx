@@ -71,7 +71,8 @@ def route(const float[:, ::1] logits, Py_ssize_t top_k, int threads=1):
     call.experts = logits.shape[1]
     call.top_k = top_k
     with nogil:
-        parallel_for(sf_router_units[active_index()], &call, logits.shape[0], threads)
+        parallel_for(sf_router_units[active_index()], &call, logits.shape[0], threads,
+                     logits.shape[0] * logits.shape[1] * top_k)
     return ids, weights
 
 
@@ -162,7 +163,7 @@ cdef class ExpertBatch:
         cdef sf_experts call = self.call
         cdef const int32_t[::1] pair_start = self.pair_start, pair_end = self.pair_end
         cdef int32_t[:, ::1] pairs
-        cdef long count = which.shape[0], i
+        cdef long count = which.shape[0], work = 0, i
         cdef int index = active_index()
         if addresses.shape[0] != count:
             raise ValueError(f"{count} experts at {addresses.shape[0]} addresses")
@@ -174,14 +175,17 @@ cdef class ExpertBatch:
                 raise ValueError(f"expert {which[i]} of {pair_start.shape[0]} in this batch")
             pairs[0, i] = pair_start[which[i]]
             pairs[1, i] = pair_end[which[i]]
+            work += (pairs[1, i] - pairs[0, i]) * call.intermediate_padded * call.hidden_padded
         call.addresses = &addresses[0]
         call.pair_start = &pairs[0, 0]
         call.pair_end = &pairs[1, 0]
         with nogil:
-            parallel_for(sf_expert_gate_up_units[index], &call, count * tile_units(call.intermediate), threads)
+            parallel_for(sf_expert_gate_up_units[index], &call, count * tile_units(call.intermediate), threads,
+                         2 * work)
             if call.bits == 8:
-                parallel_for(sf_expert_quantize_units[index], &call, count, threads)
-            parallel_for(sf_expert_down_units[index], &call, count * tile_units(call.hidden), threads)
+                parallel_for(sf_expert_quantize_units[index], &call, count, threads, work // call.hidden * 4)
+            parallel_for(sf_expert_down_units[index], &call, count * tile_units(call.hidden), threads,
+                         work)
 
 
 def combine(float[:, ::1] residual, const float[:, :, ::1] out, const float[:, ::1] weights,
@@ -204,4 +208,5 @@ def combine(float[:, ::1] residual, const float[:, :, ::1] out, const float[:, :
     call.top_k = out.shape[1]
     call.hidden = out.shape[2]
     with nogil:
-        parallel_for(sf_combine_units[active_index()], &call, residual.shape[0], threads)
+        parallel_for(sf_combine_units[active_index()], &call, residual.shape[0], threads,
+                     residual.shape[0] * call.top_k * call.hidden)

@@ -69,7 +69,8 @@ def quantize(const float[:, ::1] x, int threads=1):
     call.columns = x.shape[1]
     call.quantized = result.view
     with nogil:
-        parallel_for(sf_quantize_units[active_index()], &call, x.shape[0], threads)
+        parallel_for(sf_quantize_units[active_index()], &call, x.shape[0], threads,
+                     4 * x.shape[0] * x.shape[1])
     return result
 
 
@@ -96,7 +97,8 @@ def matmul_int8(Quantized x not None, const uint8_t[::1] tiles, const uint16_t[:
     call.columns = x.columns
     call.padded = padded
     with nogil:
-        parallel_for(sf_linear_int8_units[active_index()], &call, tile_units(rows), threads)
+        parallel_for(sf_linear_int8_units[active_index()], &call, tile_units(rows), threads,
+                     x.tokens * rows * padded)
     return result
 
 
@@ -119,5 +121,6 @@ def matmul_bf16(const float[:, ::1] x, const uint16_t[::1] tiles, Py_ssize_t row
     call.columns = x.shape[1]
     call.padded = padded
     with nogil:
-        parallel_for(sf_linear_bf16_units[active_index()], &call, tile_units(rows), threads)
+        parallel_for(sf_linear_bf16_units[active_index()], &call, tile_units(rows), threads,
+                     x.shape[0] * rows * padded)
     return result

@@ -40,5 +40,6 @@ def rms_norm(const float[:, ::1] x, const float[::1] weight, float eps, const fl
     call.columns = x.shape[1]
     call.eps = eps
     with nogil:
-        parallel_for(sf_norm_units[active_index()], &call, x.shape[0], threads)
+        parallel_for(sf_norm_units[active_index()], &call, x.shape[0], threads,
+                     4 * x.shape[0] * x.shape[1])
     return result

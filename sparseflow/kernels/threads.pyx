@@ -10,8 +10,12 @@ cdef extern from "csrc/parallel.h":
     void sf_parallel_for(sf_unit function, void *argument, long units, int threads) noexcept nogil
 
 
-cdef void parallel_for(unit_function function, void *argument, long units, int threads) noexcept nogil:
-    sf_parallel_for(function, argument, units, threads)
+cdef enum:
+    LITTLE_WORK = 1 << 16  # about as long as waking another thread takes
+
+
+cdef void parallel_for(unit_function function, void *argument, long units, int threads, long work) noexcept nogil:
+    sf_parallel_for(function, argument, units, threads if work >= LITTLE_WORK else 1)
 
 
 def default_threads() -> int:

@@ -1,0 +1,37 @@
+"""Fixtures that several test modules share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sparseflow import demo_model
+from sparseflow.kernels import isa
+from sparseflow.pack import pack_checkpoint
+
+
+@pytest.fixture(params=isa.available())
+def each_isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs the test once for every instruction set this processor has."""
+    before = isa.active()
+    isa.select(request.param)
+    yield request.param
+    isa.select(before)
+
+
+@pytest.fixture(scope="session")
+def packed_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo, packed with the default options."""
+    folder = tmp_path_factory.mktemp("demo") / "int8"
+    pack_checkpoint(demo_model.checkpoint_folder(), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def packed_demo_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo with all weights kept in bfloat16."""
+    folder = tmp_path_factory.mktemp("demo") / "bf16"
+    pack_checkpoint(demo_model.checkpoint_folder(), folder, experts="bf16", dense="bf16")
+    return folder
