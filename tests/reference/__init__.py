@@ -1,0 +1,13 @@
+"""A float64 reference of the decoder in numpy, written from the published formulas and the format's description.
+
+Nothing in here imports sparseflow: the packed folder is parsed from its bytes, the geometry from config.json, and every
+operation is spelled out in `ops`. What the engine and this reference agree on, two independent readings agree on.
+
+* `ops`         one function per operation, shapes in the docstrings; also the yardstick of the kernel tests
+* `checkpoint`  a safetensors folder -> the tensors of the unquantised model
+* `packed`      a packed folder -> the tensors of the quantised model, from the documented bytes
+* `decoder`     the forward pass over either, with a record of near-ties (`Watch`)
+
+Every function computes in the dtype of its inputs. float64 is the reference; float32 inputs give a second float32
+engine, which measures how far single precision itself moves a result.
+"""
