@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sparseflow.chat import Message, as_answer
 from sparseflow.generate import ForwardSession, Generation, TextModel, generate
+from sparseflow.messages import Message, as_answer
 from sparseflow.sampling import Sampler, SamplingOptions
 
 

@@ -10,8 +10,9 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from sparseflow.chat import ChatTemplate, Message
+from sparseflow.chat import ChatTemplate
 from sparseflow.errors import CapacityError, OptionError
+from sparseflow.messages import Message
 from sparseflow.sampling import Sampler, SamplingOptions
 from sparseflow.tokenizer import Tokenizer
 

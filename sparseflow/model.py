@@ -12,25 +12,20 @@ from sparseflow import demo_model
 from sparseflow.chat import ChatTemplate
 from sparseflow.config import Geometry
 from sparseflow.decoder import Decoder
-from sparseflow.errors import CapacityError, OptionError, SparseFlowError
+from sparseflow.errors import OptionError, SparseFlowError
 from sparseflow.evidence import RunEvidence, peak_rss_bytes
+from sparseflow.footprint import Footprint
 from sparseflow.generate import Generation, Prompt, generate, prepare_prompt
 from sparseflow.kernels import isa
 from sparseflow.kernels.threads import check_threads
 from sparseflow.layout import ExpertLayout
 from sparseflow.leases import LeaseTable
-from sparseflow.memory import available_memory, cache_for
 from sparseflow.packfile import EXPERTS_FILE, Manifest, read_manifest
 from sparseflow.sampling import Sampler
 from sparseflow.session import Session
-from sparseflow.sizes import format_bytes, parse_size
-from sparseflow.state import state_bytes
 from sparseflow.store import PackedStore
 from sparseflow.tokenizer import Tokenizer
 from sparseflow.weights import DenseCore, Embedding
-
-AUTO_CONTEXT = 4096
-"""Positions of KV cache that cache="auto" leaves room for when no context is given."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -61,13 +56,12 @@ def load(
     cache or the memory is too small, StorageError when the disk refuses.
     """
     threads = check_threads(threads)
-    folder = demo_model.packed_folder() if os.fspath(model) == "demo" else Path(model)
-    manifest = read_manifest(folder)
-    geometry = manifest.geometry
-    context = _checked_context(context, geometry)
+    isa.active()  # an unusable SPARSEFLOW_ISA is told before weights are read
+    manifest = read_manifest(model_folder(model))
+    context = check_context(context, manifest.geometry)
     if isinstance(prefill_chunk, bool) or not isinstance(prefill_chunk, int) or prefill_chunk < 1:
         raise OptionError(f"prefill_chunk is {prefill_chunk!r}: give a whole number of at least 1")
-    slots = _slots(cache, manifest, context)
+    slots = Footprint.of(manifest).cache_slots(cache, context)
     return Model(manifest, slots, cache == "resident", threads, strict, context, prefill_chunk, progress)
 
 
@@ -236,7 +230,13 @@ def _labelled(progress: Progress | None, what: str) -> Callable[[int, int], None
     return None if progress is None else lambda done, total: progress(what, done, total)
 
 
-def _checked_context(context: int | None, geometry: Geometry) -> int:
+def model_folder(model: str | os.PathLike[str]) -> Path:
+    """The packed folder that a `model` argument means; "demo" is packed first if it is not yet."""
+    return demo_model.packed_folder() if os.fspath(model) == "demo" else Path(model)
+
+
+def check_context(context: int | None, geometry: Geometry) -> int:
+    """`context`, or the model's own limit for None. Raises OptionError when the model cannot hold so many tokens."""
     limit = geometry.max_position_embeddings
     if context is None:
         return limit
@@ -244,27 +244,3 @@ def _checked_context(context: int | None, geometry: Geometry) -> int:
         raise OptionError(f"context is {context!r}: this model takes a whole number of tokens from 1 to {limit}")
     return context
 
-
-def _slots(cache: str | int, manifest: Manifest, context: int) -> int:
-    """Slots of the lease table for a `cache` argument."""
-    g = manifest.geometry
-    everything = g.num_hidden_layers * g.num_experts
-    smallest = g.num_experts_per_tok * manifest.stride
-    if cache == "resident":
-        return everything
-    if cache == "auto":
-        core = sum(entry.bytes for entry in manifest.tensors.values())
-        resident = core + state_bytes(g, min(context, AUTO_CONTEXT))
-        budget = cache_for(available_memory(), resident, everything * manifest.stride, smallest)
-    elif isinstance(cache, str):
-        budget = parse_size(cache)
-    elif isinstance(cache, int) and not isinstance(cache, bool):
-        budget = cache
-    else:
-        raise OptionError(f"cache is {cache!r}: give a size such as '4GiB', 'resident' or 'auto'")
-    if budget < smallest:
-        raise CapacityError(
-            f"a cache of {format_bytes(budget)} is too small: a token uses {g.num_experts_per_tok} experts of a layer at once, "
-            f"so the smallest is {smallest} bytes ({format_bytes(smallest)})"
-        )
-    return min(budget // manifest.stride, everything)

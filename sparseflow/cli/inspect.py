@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import click
 
-from sparseflow import demo_model
 from sparseflow.cli.options import EXIT_STATUSES, SparseFlowCommand, engine_options
 from sparseflow.footprint import Footprint
 from sparseflow.kernels import isa
 from sparseflow.kernels.threads import check_threads
+from sparseflow.model import check_context, model_folder
 from sparseflow.packfile import Manifest, read_manifest
 from sparseflow.sizes import format_bytes
 
@@ -35,11 +34,8 @@ def inspect(model: str, cache: str, threads: int | None, strict: bool, context: 
       sparseflow inspect qwen-packed --cache 4GiB --context 8192
       sparseflow inspect qwen-packed --json
     """
-    manifest = read_manifest(demo_model.packed_folder() if model == "demo" else Path(model))
-    limit = manifest.geometry.max_position_embeddings
-    if context is not None and not 1 <= context <= limit:
-        raise click.BadParameter(f"{context} is not in the range 1<=x<={limit}.", param_hint="'--context'")
-    described = describe(manifest, cache, context or limit, check_threads(threads), strict)
+    manifest = read_manifest(model_folder(model))
+    described = describe(manifest, cache, check_context(context, manifest.geometry), check_threads(threads), strict)
     click.echo(json.dumps(described, indent=2) if as_json else as_text(described))
 
 

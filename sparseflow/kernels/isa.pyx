@@ -25,10 +25,16 @@ cdef extern from *:
 NAMES = ("generic", "avx2", "avx512vnni")
 """All instruction sets, in the order of csrc/each_target.h."""
 
-cdef int selected = 0
+cdef enum:
+    UNDECIDED = -1
+
+cdef int selected = UNDECIDED
 
 
-cdef int active_index() noexcept nogil:
+cdef int active_index() except -1 nogil:
+    if selected == UNDECIDED:
+        with gil:
+            select(os.environ.get("SPARSEFLOW_ISA") or NAMES[sf_best_isa()])
     return selected
 
 
@@ -38,8 +44,8 @@ def available() -> tuple:
 
 
 def active() -> str:
-    """Name of the instruction set in use."""
-    return NAMES[selected]
+    """Name of the instruction set in use. Raises OptionError when SPARSEFLOW_ISA names one that cannot run here."""
+    return NAMES[active_index()]
 
 
 def select(name: str) -> None:
@@ -50,5 +56,3 @@ def select(name: str) -> None:
                           f"{', '.join(available())}, or unset for the best of them")
     selected = NAMES.index(name)
 
-
-select(os.environ.get("SPARSEFLOW_ISA") or NAMES[sf_best_isa()])
