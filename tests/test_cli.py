@@ -20,7 +20,7 @@ from sparseflow.footprint import Footprint
 from sparseflow.packfile import read_manifest
 
 ONE = ["--threads", "1"]
-PROGRAM = [sys.executable, "-c", "from sparseflow.cli.main import main; main(prog_name='sparseflow')"]
+PROGRAM = [sys.executable, "-P", "-c", "from sparseflow.cli.main import main; main(prog_name='sparseflow')"]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from sparseflow.kernels import isa
 def active_in_subprocess(value: str) -> subprocess.CompletedProcess[str]:
     code = "from sparseflow.kernels import isa; print(isa.active())"
     return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "SPARSEFLOW_ISA": value}, capture_output=True, text=True
+        [sys.executable, "-P", "-c", code], env={**os.environ, "SPARSEFLOW_ISA": value}, capture_output=True, text=True
     )
 
 

@@ -499,7 +499,7 @@ def big_source(folder: Path, experts: int) -> Path:
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_a_process_that_is_stopped_leaves_a_pack_that_can_be_finished(tmp_path, number, status):
     source = big_source(tmp_path / "source", experts=32)
-    command = [sys.executable, "-c", "from sparseflow.cli.pack import main; main()", str(source), str(tmp_path / "packed")]
+    command = [sys.executable, "-P", "-c", "from sparseflow.cli.pack import main; main()", str(source), str(tmp_path / "packed")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
     journal = tmp_path / "packed" / "pack.journal"
@@ -528,6 +528,6 @@ def test_memory_does_not_grow_with_the_shard(tmp_path):
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(
-        [sys.executable, "-c", program, str(source), str(tmp_path / "packed")], env=environment, capture_output=True, check=True
+        [sys.executable, "-P", "-c", program, str(source), str(tmp_path / "packed")], env=environment, capture_output=True, check=True
     )
     assert int(result.stdout) * 1024 < 2**28

@@ -306,7 +306,7 @@ def test_a_system_that_refuses_to_write(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6))
 
     result = subprocess.run(
-        [sys.executable, "-c", "from sparseflow.cli.pack import main; main()", str(DEMO), str(tmp_path / "packed")],
+        [sys.executable, "-P", "-c", "from sparseflow.cli.pack import main; main()", str(DEMO), str(tmp_path / "packed")],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         preexec_fn=limit_files,
         capture_output=True,

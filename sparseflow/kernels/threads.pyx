@@ -23,7 +23,7 @@ def default_threads() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def check_threads(threads: int | None) -> int:
+def check_threads(threads):
     """`threads`, or the default for None. Raises OptionError unless it is a whole number from 1 to 1024."""
     if threads is None:
         return default_threads()

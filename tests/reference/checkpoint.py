@@ -98,7 +98,7 @@ class CheckpointTensors:
 
     def array(self, name: str) -> Array:
         """A small tensor as stored; conv1d weights as [kernel, channels]."""
-        tensor = self.tensors[name].astype(self.dtype)
+        tensor: Array = self.tensors[name].astype(self.dtype)
         return tensor[:, 0, :].T if name.endswith("conv1d.weight") else tensor
 
     def linear(self, name: str) -> Linear:

@@ -127,7 +127,7 @@ class Reference:
         out = np.zeros_like(x)
         for expert in np.unique(routes.ids):
             tokens, slot = np.nonzero(routes.ids == expert)
-            down = swiglu(f"{name}.experts.{expert}.hidden", self.tensors.expert(layer, int(expert)), tokens)
-            out[tokens] += routes.weights[tokens, slot, None] * down
+            routed = swiglu(f"{name}.experts.{expert}.hidden", self.tensors.expert(layer, int(expert)), tokens)
+            out[tokens] += routes.weights[tokens, slot, None] * routed
         gate, up, down = self.linears(f"{name}.shared_expert", "gate_proj", "up_proj", "down_proj")
         return out + ops.sigmoid(shared_gate) * swiglu(f"{name}.shared_expert.hidden", (gate, up, down), everyone)

@@ -14,7 +14,7 @@ import numpy as np
 from reference import ops
 from reference.ops import Array
 
-NEAR = 1e-3
+NEAR = 5e-4
 """Quanta from a tie within which either code is right. See test_int8_reference.py for the measured float32 error."""
 
 

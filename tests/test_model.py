@@ -1,0 +1,103 @@
+"""Opening a model: arguments, cache sizes, the demo, and the sentence from the README."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import sparseflow
+from sparseflow import demo_model
+from sparseflow.errors import CapacityError, OptionError, PackedModelError, SparseFlowError, StorageError
+from sparseflow.memory import INTERPRETER_BYTES, cache_for
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("threads", 0), ("threads", "2"), ("threads", True), ("context", 0), ("context", 4097), ("prefill_chunk", 0),
+        ("cache", "lots"), ("cache", "-1"), ("cache", None), ("cache", 1.5), ("cache", True), ("cache", ""),
+    ],
+)
+def test_bad_arguments_are_named(packed_demo: Path, option: str, value: object) -> None:
+    with pytest.raises(OptionError):
+        sparseflow.load(packed_demo, **{option: value})
+
+
+def test_a_cache_below_the_smallest_is_refused_with_the_smallest(packed_demo: Path) -> None:
+    with pytest.raises(CapacityError, match="smallest is 114688 bytes"):
+        sparseflow.load(packed_demo, cache=114687)
+    with sparseflow.load(packed_demo, cache=114688) as model:
+        assert model.leases.slots == 4
+
+
+def test_more_cache_than_experts_is_all_experts(packed_demo: Path) -> None:
+    for cache in ("1TiB", "resident", "auto"):
+        with sparseflow.load(packed_demo, cache=cache) as model:
+            assert model.leases.slots == 192
+            assert (model.leases.num_resident == 192) == (cache == "resident")
+
+
+def test_an_unpacked_checkpoint_names_the_command() -> None:
+    with pytest.raises(PackedModelError, match="sf-pack .*demo"):
+        sparseflow.load(demo_model.checkpoint_folder())
+
+
+def test_what_is_not_a_model_is_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(PackedModelError, match="no such folder"):
+        sparseflow.load(tmp_path / "nothing")
+    with pytest.raises(PackedModelError, match="not a packed model"):
+        sparseflow.load(tmp_path)
+
+
+def test_generation_is_what_the_readme_says(packed_demo: Path) -> None:
+    with sparseflow.load(packed_demo, cache="1MiB", threads=2) as model:
+        generation = model.generate("The red fox", max_new_tokens=24)
+        text = "".join(generation)
+        assert text == generation.text and len(generation.ids) == 24 and generation.finish_reason == "length"
+        evidence = model.evidence(generation)
+        assert (evidence.prompt_tokens, evidence.new_tokens) == (generation.prompt_tokens, 24)
+        assert evidence.requests == sum(usage.requests for usage in generation.session.usage)
+        assert 0 < evidence.hits < evidence.requests
+        assert evidence.bytes_asked == evidence.requests * model.layout.stride
+        chat = model.generate([{"role": "user", "content": "What do bees live in?"}], enable_thinking=False, temperature=0)
+        assert "hive" in "".join(chat)
+
+
+def test_a_closed_model_says_so(packed_demo: Path) -> None:
+    model = sparseflow.load(packed_demo, cache="1MiB")
+    session = model.session()
+    model.close()
+    model.close()
+    with pytest.raises(SparseFlowError, match="model is closed"):
+        model.session()
+    with pytest.raises(SparseFlowError):
+        session.forward([1])
+
+
+def test_the_demo_is_packed_once_into_the_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = demo_model.packed_folder()
+    assert folder.parent == tmp_path / "sparseflow"
+    made = (folder / "manifest.json").stat().st_mtime_ns
+    assert demo_model.packed_folder() == folder
+    assert (folder / "manifest.json").stat().st_mtime_ns == made
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    shutil.rmtree(folder)
+    with sparseflow.load("demo", cache="1MiB") as model:
+        assert model.folder == folder
+
+
+def test_a_cache_directory_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(StorageError, match="XDG_CACHE_HOME"):
+        demo_model.packed_folder()
+
+
+def test_auto_takes_what_is_left() -> None:
+    assert cache_for(available=INTERPRETER_BYTES + 1000, resident=300, all_experts=10**9, smallest=100) == 700
+    assert cache_for(available=INTERPRETER_BYTES + 1000, resident=300, all_experts=500, smallest=100) == 500
+    with pytest.raises(CapacityError, match="needs"):
+        cache_for(available=INTERPRETER_BYTES + 1000, resident=950, all_experts=500, smallest=100)
