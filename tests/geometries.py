@@ -2,7 +2,7 @@
 
 Between them: head ratios 1, 2, 3, 4 and one kv head; 2 to 40 experts, top-k 1 to 8; layers all linear, all full, full first,
 intervals 2, 3 and 4; tied and untied heads; sizes that are multiples of neither 16, 32 nor 128; linear value heads 1 to 4
-times the key heads, key and value dims apart; conv kernels 2, 3 and 4; rotary on 8 dims of 32 up to all of them. Prompts of
+times the key heads, key and value dims apart; conv kernels 2, 3 and 4; rotary on a quarter, a half or all of a head. Prompts of
 1 to 130 tokens cross the chunks of 64 in which transformers prefills the gated delta rule.
 """
 

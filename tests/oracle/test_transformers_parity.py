@@ -15,12 +15,15 @@ import transformers_model
 from packed_cases import DEMO, forward
 from random_checkpoint import Weights, counting_tokenizer, normal, random_prompt, random_weights, write_checkpoint
 from tokenizers import Tokenizer
+from transformers import Qwen3_5MoeTextConfig
 
 import sparseflow
 from geometries import CASES, Case
 from reference.checkpoint import CheckpointTensors
 from reference.decoder import Reference
+from sparseflow.config import Geometry
 from sparseflow.pack import pack_checkpoint
+from sparseflow.rotary import Rotary
 
 pytestmark = pytest.mark.oracle
 
@@ -135,3 +138,18 @@ def test_float64_reference_is_transformers_in_float64(case: Case, tmp_path: Path
     for logits in (run.logits, uncached):
         assert logits.dtype == np.float64
         assert np.abs(logits - reference).max() < 1e-10 * np.abs(reference).max()
+
+
+@pytest.mark.parametrize("head_dim, theta", [(256, 1e7), (64, 1e7), (24, 1e4), (64, 1e6)])
+def test_rotary_angles(head_dim: int, theta: float) -> None:
+    """Further out than the prompts of the other tests; at 262,143 float32 itself rounds an angle by up to 0.016."""
+    config = CASES[0].config | {"head_dim": head_dim, "max_position_embeddings": 262_144}
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.25}
+    theirs = transformers_model.modeling.Qwen3_5MoeTextRotaryEmbedding(Qwen3_5MoeTextConfig(**config))
+    ours = Rotary(Geometry.from_config(config, "config.json"))
+    half = len(ours.frequencies)
+    np.testing.assert_allclose(ours.frequencies, theirs.inv_freq.numpy(), rtol=2e-7)
+    for position, allowed in ((0, 0), (1_000, 1e-4), (32_767, 2e-3), (262_143, 2e-2)):
+        tables = theirs(torch.zeros(1, 1), torch.full((3, 1, 1), position))
+        for mine, table in zip(ours(position, 1), tables, strict=True):
+            assert np.abs(mine - table[0, :, :half].numpy()).max() <= allowed

@@ -6,7 +6,9 @@ operation is spelled out in `ops`. What the engine and this reference agree on, 
 * `ops`         one function per operation, shapes in the docstrings; also the yardstick of the kernel tests
 * `checkpoint`  a safetensors folder -> the tensors of the unquantised model
 * `packed`      a packed folder -> the tensors of the quantised model, from the documented bytes
-* `decoder`     the forward pass over either, with a record of near-ties (`Watch`)
+* `decoder`     the forward pass over either
+* `rounding`    the activation rule inside a pass, and which activations came near to a tie
+* `agreement`   whether an engine's logits are the reference's when near-ties may go either way
 
 Every function computes in the dtype of its inputs. float64 is the reference; float32 inputs give a second float32
 engine, which measures how far single precision itself moves a result.

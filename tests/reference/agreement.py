@@ -2,8 +2,8 @@
 
 For each position in turn: if the logits differ from the reference by more than the tolerance, activations of that position
 that came within NEAR of a tie are rounded the other way, the likeliest sets first, until the reference gives the same
-logits. A flipped code shows in the logits a thousand times above the tolerance, and a position has a few candidates among
-thousands of activations, so a set that explains all logits of a position is the one that the engine took; a wrong engine
+logits. A flipped code mostly shows a hundred times above the tolerance, and a position has a few candidates among thousands
+of activations, so a set that explains all logits of a position is the one that the engine took; a wrong engine
 finds none.
 """
 
