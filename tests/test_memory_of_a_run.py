@@ -1,0 +1,65 @@
+"""The bound: a streaming run's peak RSS, and in strict mode the page cache, on the demo and on a model of over 2 GiB."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MIB = 1 << 20
+ALLOWANCE = 150 * MIB
+TOOLS = Path(__file__).parent.parent / "tools"
+
+RUN = """
+import json, sys
+import numpy as np
+import sparseflow
+from sparseflow.evidence import peak_rss_bytes
+
+folder, cache, strict, tokens = sys.argv[1], sys.argv[2], sys.argv[3] == "strict", int(sys.argv[4])
+most_cached = 0
+with sparseflow.load(folder, cache=cache, threads=2, strict=strict, context=256) as model:
+    session = model.session()
+    ids = np.random.default_rng(0).integers(0, model.geometry.vocab_size, tokens)
+    for start in (0, *range(tokens // 2, tokens)):
+        stop = tokens // 2 if start == 0 else start + 1
+        session.forward(ids[start:stop], last_only=True)
+        most_cached = max(most_cached, model.store.resident_bytes())
+    print(json.dumps({
+        "peak": peak_rss_bytes(), "core": model.core_bytes, "cache": model.leases.slots * model.layout.stride,
+        "most_cached": most_cached, "misses": sum(u.requests - u.hits for u in session.usage),
+        "asked": sum(u.bytes_asked for u in session.usage), "evictions": model.leases.counters()["evictions"],
+    }))
+"""
+
+
+def measured(folder: Path, cache: str, strict: bool, tokens: int) -> dict[str, int]:
+    arguments = [str(folder), cache, "strict" if strict else "", str(tokens)]
+    done = subprocess.run([sys.executable, "-P", "-c", RUN, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def check(run: dict[str, int], strict: bool) -> None:
+    assert run["evictions"] > 0, "nothing was evicted: the run was too short to show a bound"
+    assert run["peak"] <= run["core"] + run["cache"] + ALLOWANCE
+    if strict:
+        assert run["most_cached"] <= run["cache"]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_demo(packed_demo: Path, strict: bool) -> None:
+    check(measured(packed_demo, "1MiB", strict, 60), strict)
+
+
+@pytest.mark.slow
+def test_a_model_of_over_two_gib(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make = [sys.executable, "-P", str(TOOLS / "make_model.py"), str(folder), "--layers", "3", "--vocab", "4096"]
+    subprocess.run(make, check=True, capture_output=True)
+    assert (folder / "experts.sfx").stat().st_size > 2 << 30
+    for cache, strict in (("64MiB", True), ("256MiB", False), ("256MiB", True), ("1GiB", False)):
+        check(measured(folder, cache, strict, 80), strict)
