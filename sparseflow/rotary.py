@@ -17,8 +17,10 @@ class Rotary:
     """
 
     def __init__(self, geometry: Geometry) -> None:
+        # numpy's float32 power has other bits with AVX-512 than without; float64 rounded once has not.
         exponent = np.arange(0, geometry.rotary_dim, 2, dtype=np.float32) / np.float32(geometry.rotary_dim)
-        self.frequencies = np.float32(1) / np.float32(geometry.rope_theta) ** exponent
+        power = (geometry.rope_theta ** exponent.astype(np.float64)).astype(np.float32)
+        self.frequencies = np.float32(1) / power
 
     def __call__(self, position: int, tokens: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Cosine and sine for positions position .. position + tokens - 1, float32 [tokens, rotary_dim / 2] each."""
