@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -180,19 +179,17 @@ class RouteTrace:
     def load(cls, path: str | os.PathLike[str]) -> RouteTrace:
         """Read a saved trace. Raises StorageError if it cannot be read, OptionError if it is no trace or a later one."""
         try:
-            with np.load(path, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:
+                arrays = {name: saved[name] for name in saved.files}
             version = int(arrays["version"])
+            trace = cls._from_arrays(arrays) if version <= TRACE_VERSION else None
         except OSError as error:
             raise StorageError(f"{path}: the trace cannot be read: {error.strerror or error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+        except Exception as error:  # damage shows as whatever zipfile, zlib or numpy stumbles over first
             raise OptionError(f"{path}: not a trace, or damaged; record it again with --trace") from error
-        if version > TRACE_VERSION:
+        if trace is None:
             raise OptionError(f"{path}: a trace of version {version}, this program reads up to {TRACE_VERSION}; update it")
-        try:
-            return cls._from_arrays(arrays)
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise OptionError(f"{path}: not a trace, or damaged; record it again with --trace") from error
+        return trace
 
     @classmethod
     def _from_arrays(cls, arrays: dict[str, NDArray[np.generic]]) -> RouteTrace:

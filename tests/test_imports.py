@@ -12,7 +12,7 @@ import sparseflow
 
 ORDER = """
 errors sizes config quantize tiles layout packfile shards checkpoint encode journal packer pack demo_model
-store leases kernels.isa kernels.threads kernels.linear kernels.norms kernels.experts kernels.deltanet kernels.attention
+extents store slots leases kernels.isa kernels.threads kernels.linear kernels.norms kernels.experts kernels.deltanet kernels.attention
 weights state rotary decoder trace evidence session memory footprint tokenizer messages chat sampling generate conversation model
 cli.options cli.pack cli.run cli.chat cli.inspect cli.main
 """.split()

@@ -1,0 +1,99 @@
+"""The table of slots behind LeaseTable, as C structs and calls without the GIL.
+
+Ownership: a LeaseTable owns its Table, a Lease its Pins; the pins of an open lease are linked into the table. Threads: every
+call takes `lock` itself, for an instant and never across a system call. A key is layer * num_experts + expert.
+"""
+
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
+
+from sparseflow.extents cimport Extents, pthread_mutex_t
+
+
+cdef extern from "<pthread.h>" nogil:
+    ctypedef struct pthread_cond_t:
+        pass
+    ctypedef unsigned long pthread_t
+    pthread_t pthread_self() noexcept
+
+
+cdef enum SlotState:
+    FREE, ADMITTING, RESIDENT
+
+
+cdef enum Outcome:
+    RESERVED                # all pinned
+    WAIT                    # too few slots now; somebody will release some
+    NEVER                   # too few slots, and nobody can
+    CLOSED                  # the store is
+
+
+cdef struct Slot:
+    int32_t key
+    int32_t leases          # how many leases pin it
+    int32_t before          # neighbours in the list of resident slots that no lease pins; `after` also links free slots
+    int32_t after
+    uint8_t state
+
+
+cdef struct Pins:           # what one lease holds
+    Py_ssize_t n
+    int32_t* keys           # [n]
+    int32_t* slots          # [n]
+    int32_t* dropping       # [n] evicted keys (acquiring) or slots (releasing) whose pages are still to be dropped
+    uint8_t* hit            # [n] 1: had a slot when the lease was acquired
+    uint8_t* pending        # [n] 1: not known to be in memory, still to be admitted
+    Py_ssize_t num_dropping
+    pthread_t thread        # who acquired it
+    bint held
+    Pins* before            # neighbours in the table's list of open leases
+    Pins* after
+
+
+cdef struct Waiter:         # an acquire that waits
+    pthread_t thread
+    bint queued
+    uint64_t looked         # `releases` of the table when it last found too few slots
+    Waiter* after           # who came next
+
+
+cdef struct Totals:
+    int64_t waves           # since the table was made: leases, experts in them, those that had a slot
+    int64_t requests
+    int64_t hits
+    int64_t admissions      # experts that became resident; less the evictions, it is those that are
+    int64_t evictions
+    int32_t resident        # now: slots whose expert is in memory
+    int32_t idle            # of them, those that no lease pins
+    int32_t free
+    int32_t dropping        # slots that become free once their pages are dropped
+    int32_t leases          # leases that are not released
+
+
+cdef struct Table:
+    Extents* extents
+    int32_t num_slots
+    Slot* slots             # [num_slots]
+    int32_t* index          # [layers * experts] slot, or -1
+    int32_t oldest          # ends of the list of resident slots that no lease pins, in order of last use
+    int32_t newest
+    int32_t free            # first free slot
+    Pins* open              # leases that are not released
+    Waiter* waiting         # in order of arrival
+    uint64_t releases       # goes up whenever those who wait should look again
+    Totals totals
+    pthread_mutex_t lock
+    pthread_cond_t released
+
+
+cdef int table_init(Table* table, Extents* extents, int32_t num_slots) noexcept nogil     # 0 or ENOMEM
+cdef void table_destroy(Table* table) noexcept nogil
+
+# Pin `pins.keys`. With `patient`, waits up to 50 ms for a release. After WAIT the waiter stays in the queue: call again, or
+# table_leave_queue. After RESERVED, table_fetch must follow.
+cdef Outcome table_reserve(Table* table, Pins* pins, Waiter* waiter, bint counted, bint patient) noexcept nogil
+cdef void table_leave_queue(Table* table, Waiter* waiter) noexcept nogil
+cdef void table_fetch(Table* table, Pins* pins) noexcept nogil          # drops what was evicted, asks for what is pending
+cdef int table_admit(Table* table, Pins* pins, Py_ssize_t i) noexcept nogil     # waits for one expert: 0 or an errno
+cdef void table_release(Table* table, Pins* pins) noexcept nogil
+cdef bint table_resident(Table* table, Py_ssize_t key) noexcept nogil
+cdef Totals table_totals(Table* table) noexcept nogil                   # all of one instant

@@ -1,0 +1,388 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False, embedsignature=True, freethreading_compatible=True
+"""The table of slots: which experts are in memory, who computes with them, and which goes next.
+
+Design
+    A fixed number of slots, each standing for the memory of one expert. A slot is free, admitting (given to an expert
+    whose bytes are not known to be there) or resident. Everything is allocated when the table is made. A direct index leads
+    from expert to slot. Resident slots that nobody leases form a doubly linked list in order of last use, and its head is
+    the next to be evicted; a leased slot is not in the list, so it cannot be.
+
+The order of dropping and reading
+    An evicted expert is forgotten under the lock and its pages are dropped after it, by the thread that took the slot and
+    before that thread asks for its own expert; a slot that never became resident is free only when its pages are
+    dropped. So at every moment there are at most as many experts in memory as slots. An expert that someone asks for again
+    in between is kept: the drop leaves it alone (extents.pyx).
+
+Waiting
+    First come, first served, so that a large request is not starved by small ones. A thread that holds a lease does not
+    queue behind others, who may be waiting for that very lease.
+"""
+
+from libc.errno cimport ENOMEM
+from libc.stdint cimport int32_t
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memset
+
+from sparseflow.extents cimport (
+    Extents, extents_admit, extents_drop, extents_forget, extents_lease, extents_unlease, extents_will_need,
+    pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock,
+)
+
+cdef extern from *:
+    """
+    #include <pthread.h>
+    #include <time.h>
+    /* Bounded, so that the caller can look for signals. */
+    static void sf_wait(pthread_cond_t *condition, pthread_mutex_t *mutex) {
+        struct timespec until;
+        clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_nsec += 50 * 1000 * 1000;
+        if (until.tv_nsec >= 1000 * 1000 * 1000) { until.tv_sec += 1; until.tv_nsec -= 1000 * 1000 * 1000; }
+        pthread_cond_timedwait(condition, mutex, &until);
+    }
+    """
+    int pthread_cond_init(pthread_cond_t* condition, const void* attributes) noexcept nogil
+    int pthread_cond_destroy(pthread_cond_t* condition) noexcept nogil
+    int pthread_cond_broadcast(pthread_cond_t* condition) noexcept nogil
+    void sf_wait(pthread_cond_t* condition, pthread_mutex_t* mutex) noexcept nogil
+
+cdef enum:
+    NONE = -1                   # no slot, or the end of a list
+
+
+cdef int table_init(Table* table, Extents* extents, int32_t num_slots) noexcept nogil:
+    cdef int32_t s
+    memset(table, 0, sizeof(Table))
+    pthread_mutex_init(&table.lock, NULL)
+    pthread_cond_init(&table.released, NULL)
+    table.extents = extents
+    table.num_slots = num_slots
+    table.slots = <Slot*>calloc(num_slots, sizeof(Slot))
+    table.index = <int32_t*>malloc(extents.count * sizeof(int32_t))
+    if table.slots == NULL or table.index == NULL:
+        return ENOMEM
+    memset(table.index, 0xFF, extents.count * sizeof(int32_t))      # NONE
+    table.oldest = table.newest = table.free = NONE
+    for s in range(num_slots - 1, -1, -1):
+        give_free(table, s)
+    return 0
+
+
+cdef void table_destroy(Table* table) noexcept nogil:
+    free(table.slots)
+    free(table.index)
+    pthread_cond_destroy(&table.released)
+    pthread_mutex_destroy(&table.lock)
+
+
+# --- lists of slots, under the lock ---
+
+cdef void idle_remove(Table* table, int32_t s) noexcept nogil:
+    cdef Slot* slot = &table.slots[s]
+    if slot.before == NONE:
+        table.oldest = slot.after
+    else:
+        table.slots[slot.before].after = slot.after
+    if slot.after == NONE:
+        table.newest = slot.before
+    else:
+        table.slots[slot.after].before = slot.before
+    table.totals.idle -= 1
+
+
+cdef void idle_append(Table* table, int32_t s) noexcept nogil:
+    cdef Slot* slot = &table.slots[s]
+    slot.before = table.newest
+    slot.after = NONE
+    if table.newest == NONE:
+        table.oldest = s
+    else:
+        table.slots[table.newest].after = s
+    table.newest = s
+    table.totals.idle += 1
+
+
+cdef int32_t take_free(Table* table) noexcept nogil:
+    cdef int32_t s = table.free
+    table.free = table.slots[s].after
+    table.totals.free -= 1
+    return s
+
+
+cdef void give_free(Table* table, int32_t s) noexcept nogil:
+    table.slots[s].state = FREE
+    table.slots[s].key = NONE
+    table.slots[s].after = table.free
+    table.free = s
+    table.totals.free += 1
+
+
+cdef int32_t take_oldest(Table* table) noexcept nogil:
+    """Evict the expert that was not used for longest and take its slot. The caller drops its pages after unlocking."""
+    cdef int32_t s = table.oldest
+    idle_remove(table, s)
+    extents_forget(table.extents, table.slots[s].key)
+    table.index[table.slots[s].key] = NONE
+    table.totals.resident -= 1
+    table.totals.evictions += 1
+    return s
+
+
+# --- acquiring ---
+
+cdef bint fits(Table* table, Pins* pins) noexcept nogil:
+    """Whether enough slots are free or can be evicted, not counting those that the request pins itself."""
+    cdef Py_ssize_t needed = 0, own = 0, i
+    cdef int32_t s
+    for i in range(pins.n):
+        s = table.index[pins.keys[i]]
+        if s == NONE:
+            needed += 1
+        elif table.slots[s].leases == 0:
+            own += 1
+    return needed <= table.totals.free + table.totals.idle - own
+
+
+cdef void pin(Table* table, Pins* pins) noexcept nogil:
+    """Pin what has a slot, then give slots to the rest. Only when it fits."""
+    cdef Py_ssize_t i
+    cdef int32_t s
+    for i in range(pins.n):
+        s = table.index[pins.keys[i]]
+        pins.slots[i] = s
+        pins.hit[i] = s != NONE
+        pins.pending[i] = s == NONE or table.slots[s].state != RESIDENT
+        if s != NONE:
+            if table.slots[s].leases == 0:
+                idle_remove(table, s)
+            table.slots[s].leases += 1
+    pins.num_dropping = 0
+    for i in range(pins.n):
+        if pins.slots[i] == NONE:
+            if table.totals.free > 0:
+                s = take_free(table)
+            else:
+                s = take_oldest(table)
+                pins.dropping[pins.num_dropping] = table.slots[s].key
+                pins.num_dropping += 1
+            table.slots[s].key = pins.keys[i]
+            table.slots[s].state = ADMITTING
+            table.slots[s].leases = 1
+            table.index[pins.keys[i]] = s
+            pins.slots[i] = s
+    pins.held = True
+    pins.before = NULL
+    pins.after = table.open
+    if table.open != NULL:
+        table.open.before = pins
+    table.open = pins
+    table.totals.leases += 1
+
+
+cdef bint holds(Table* table, pthread_t thread) noexcept nogil:
+    """Whether a thread has acquired a lease that is not released."""
+    cdef Pins* pins = table.open
+    while pins != NULL and pins.thread != thread:
+        pins = pins.after
+    return pins != NULL
+
+
+cdef bint leaves_room(Table* table, Pins* pins) noexcept nogil:
+    """Whether the request would fit beside the leases of its own thread, if all other threads released theirs."""
+    cdef Pins* own = table.open
+    cdef Py_ssize_t taken = pins.n, i, j
+    cdef bint shared
+    while own != NULL:
+        if own.thread == pins.thread:
+            for i in range(own.n):
+                shared = False
+                for j in range(pins.n):
+                    shared = shared or pins.keys[j] == own.keys[i]
+                taken += not shared
+        own = own.after
+    return taken <= table.num_slots
+
+
+cdef bint waits_in_vain(Table* table, pthread_t thread) noexcept nogil:
+    """Whether a thread waits, and nothing was released since it last looked."""
+    cdef Waiter* waiter = table.waiting
+    while waiter != NULL and not (waiter.thread == thread and waiter.looked == table.releases):
+        waiter = waiter.after
+    return waiter != NULL
+
+
+cdef bint nobody_releases(Table* table, pthread_t thread) noexcept nogil:
+    """Whether every lease belongs to this thread or to one that waits in vain."""
+    cdef Pins* pins = table.open
+    if table.totals.dropping > 0:
+        return False
+    while pins != NULL:
+        if pins.thread != thread and not waits_in_vain(table, pins.thread):
+            return False
+        pins = pins.after
+    return True
+
+
+cdef void enqueue(Table* table, Waiter* waiter) noexcept nogil:
+    cdef Waiter** end = &table.waiting
+    while end[0] != NULL:
+        end = &end[0].after
+    waiter.after = NULL
+    waiter.queued = True
+    end[0] = waiter
+
+
+cdef void dequeue(Table* table, Waiter* waiter) noexcept nogil:
+    cdef Waiter** link = &table.waiting
+    while link[0] != waiter:
+        link = &link[0].after
+    link[0] = waiter.after
+    waiter.queued = False
+    pthread_cond_broadcast(&table.released)                 # the next in line may fit
+
+
+cdef Outcome look(Table* table, Pins* pins, Waiter* waiter) noexcept nogil:
+    cdef bint holder = holds(table, pins.thread)
+    if (holder or table.waiting == NULL or table.waiting == waiter) and fits(table, pins):
+        if not extents_lease(table.extents):
+            return CLOSED
+        pin(table, pins)
+        return RESERVED
+    if holder and (not leaves_room(table, pins) or nobody_releases(table, pins.thread)):
+        return NEVER
+    return WAIT
+
+
+cdef Outcome table_reserve(Table* table, Pins* pins, Waiter* waiter, bint counted, bint patient) noexcept nogil:
+    cdef Outcome outcome
+    cdef Py_ssize_t i
+    pthread_mutex_lock(&table.lock)
+    outcome = look(table, pins, waiter)
+    if outcome == WAIT and patient:
+        if not waiter.queued:
+            enqueue(table, waiter)
+        waiter.looked = table.releases
+        sf_wait(&table.released, &table.lock)
+        outcome = look(table, pins, waiter)
+        waiter.looked = table.releases
+    if outcome != WAIT and waiter.queued:
+        dequeue(table, waiter)
+    if outcome == RESERVED and counted:
+        table.totals.waves += 1
+        table.totals.requests += pins.n
+        for i in range(pins.n):
+            table.totals.hits += pins.hit[i]
+    pthread_mutex_unlock(&table.lock)
+    return outcome
+
+
+cdef void table_leave_queue(Table* table, Waiter* waiter) noexcept nogil:
+    pthread_mutex_lock(&table.lock)
+    if waiter.queued:
+        dequeue(table, waiter)
+    pthread_mutex_unlock(&table.lock)
+
+
+cdef void table_fetch(Table* table, Pins* pins) noexcept nogil:
+    # Experts that need no eviction first, then an eviction before each: the disk starts at once, and the bound always holds.
+    cdef Py_ssize_t i, roomy = -pins.num_dropping, dropped = 0
+    for i in range(pins.n):
+        roomy += pins.pending[i]
+    for i in range(pins.n):
+        if pins.pending[i]:
+            if roomy > 0:
+                roomy -= 1
+            else:
+                extents_drop(table.extents, pins.dropping[dropped], False)
+                dropped += 1
+            extents_will_need(table.extents, pins.keys[i])
+    pins.num_dropping = 0
+
+
+# --- admitting and releasing ---
+
+cdef int table_admit(Table* table, Pins* pins, Py_ssize_t i) noexcept nogil:
+    cdef Slot* slot = &table.slots[pins.slots[i]]
+    cdef int number
+    if not pins.pending[i]:
+        return 0
+    number = extents_admit(table.extents, pins.keys[i])
+    pthread_mutex_lock(&table.lock)
+    if number == 0:
+        pins.pending[i] = 0
+        if slot.state == ADMITTING:
+            slot.state = RESIDENT
+            table.totals.resident += 1
+            table.totals.admissions += 1
+    elif slot.state == RESIDENT:                # another lease was told that it is there; nobody will be told so again
+        slot.state = ADMITTING
+        table.totals.resident -= 1
+        table.totals.evictions += 1
+    pthread_mutex_unlock(&table.lock)
+    return number
+
+
+cdef void wake(Table* table) noexcept nogil:
+    table.releases += 1
+    if table.waiting != NULL:
+        pthread_cond_broadcast(&table.released)
+
+
+cdef void table_release(Table* table, Pins* pins) noexcept nogil:
+    cdef Py_ssize_t i
+    cdef Slot* slot
+    pins.num_dropping = 0
+    pthread_mutex_lock(&table.lock)
+    for i in range(pins.n):
+        slot = &table.slots[pins.slots[i]]
+        slot.leases -= 1
+        if slot.leases > 0:
+            continue
+        if slot.state == RESIDENT:
+            idle_append(table, pins.slots[i])
+        else:
+            table.index[slot.key] = NONE
+            extents_forget(table.extents, slot.key)
+            pins.dropping[pins.num_dropping] = pins.slots[i]
+            pins.num_dropping += 1
+    table.totals.dropping += pins.num_dropping
+    pins.held = False
+    if pins.before == NULL:
+        table.open = pins.after
+    else:
+        pins.before.after = pins.after
+    if pins.after != NULL:
+        pins.after.before = pins.before
+    table.totals.leases -= 1
+    wake(table)
+    pthread_mutex_unlock(&table.lock)
+    if pins.num_dropping > 0:
+        for i in range(pins.num_dropping):
+            extents_drop(table.extents, table.slots[pins.dropping[i]].key, True)
+        pthread_mutex_lock(&table.lock)
+        for i in range(pins.num_dropping):
+            give_free(table, pins.dropping[i])
+        table.totals.dropping -= pins.num_dropping
+        wake(table)
+        pthread_mutex_unlock(&table.lock)
+    extents_unlease(table.extents)
+
+
+# --- asking ---
+
+cdef bint table_resident(Table* table, Py_ssize_t key) noexcept nogil:
+    cdef int32_t s
+    cdef bint resident
+    pthread_mutex_lock(&table.lock)
+    s = table.index[key]
+    resident = s != NONE and table.slots[s].state == RESIDENT
+    pthread_mutex_unlock(&table.lock)
+    return resident
+
+
+cdef Totals table_totals(Table* table) noexcept nogil:
+    cdef Totals totals
+    pthread_mutex_lock(&table.lock)
+    totals = table.totals
+    pthread_mutex_unlock(&table.lock)
+    return totals
