@@ -21,6 +21,7 @@ from sparseflow.errors import (
 from sparseflow.generate import Generation
 from sparseflow.model import Model, load
 from sparseflow.pack import pack_checkpoint
+from sparseflow.replay import RouteReplay
 from sparseflow.sampling import SamplingOptions
 from sparseflow.session import Session
 from sparseflow.trace import RouteTrace
@@ -35,6 +36,7 @@ __all__ = [
     "Model",
     "OptionError",
     "PackedModelError",
+    "RouteReplay",
     "RouteTrace",
     "SamplingOptions",
     "Session",

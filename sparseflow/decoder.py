@@ -20,11 +20,15 @@ from sparseflow.kernels.experts import ExpertBatch, combine, route
 from sparseflow.kernels.norms import rms_norm
 from sparseflow.layout import ExpertLayout
 from sparseflow.leases import LeaseTable
+from sparseflow.replay import RouteReplay
 from sparseflow.rotary import Rotary
 from sparseflow.state import DecoderState, KVCache, LinearState
 from sparseflow.weights import Activations, DenseCore, Embedding, Linear, SharedExpert
 
 Array = NDArray[np.float32]
+
+EXPERTS_AT_ONCE = 4
+"""Experts computed together as they arrive: fewer wait less, more share the cost of starting threads."""
 
 
 class LayerTrace(Protocol):
@@ -132,9 +136,16 @@ class SparseMoe:
         self.leases = leases
         self.threads = threads
 
-    def __call__(self, x: Activations, residual: Array, trace: LayerTrace | None) -> None:
+    def __call__(
+        self, x: Activations, residual: Array, position: int, trace: LayerTrace | None, replay: RouteReplay | None
+    ) -> None:
         g = self.geometry
-        ids, weights = route(self.gate(x), g.num_experts_per_tok, self.threads)  # [tokens, top_k], ascending ids
+        logits = self.gate(x)  # [tokens, num_experts]
+        if replay is None:
+            ids, weights = route(logits, g.num_experts_per_tok, self.threads)  # [tokens, top_k], ascending ids
+        else:
+            ids, weights = replay.route(logits, self.layer, position, self.threads)
+        self.leases.observe(self.layer, ids, weights)
         quantized = x.quantized if self.layout.bits == 8 else None
         batch = ExpertBatch(x.x, quantized, ids, g.num_experts, g.moe_intermediate_size, self.layout)
         shared: Array | None = None
@@ -155,10 +166,16 @@ class SparseMoe:
                 batch.compute(which[hit], lease.addresses[hit], self.threads)
                 if shared is None:
                     shared = self._shared(x)
-                started = time.perf_counter()
-                lease.wait()
-                waited += time.perf_counter() - started
-                batch.compute(which[missed], lease.addresses[missed], self.threads)
+                # The rest as it arrives, a few at a time, while those behind are still being read.
+                arriving = np.flatnonzero(missed)
+                for start in range(0, len(arriving), EXPERTS_AT_ONCE):
+                    part = arriving[start : start + EXPERTS_AT_ONCE]
+                    started = time.perf_counter()
+                    for i in part:
+                        lease.wait_one(int(i))
+                    waited += time.perf_counter() - started
+                    batch.compute(which[part], lease.addresses[part], self.threads)
+        assert shared is not None  # there was at least one wave
         combine(residual, batch.out, weights, shared, self.shared_expert_gate(x), self.threads)
         if trace is not None:
             trace.add_layer(self.layer, ids, resident[ids], waited, len(batch.experts) * self.layout.stride)
@@ -200,6 +217,7 @@ class DecoderLayer:
         cosine: Array,
         sine: Array,
         trace: LayerTrace | None,
+        replay: RouteReplay | None,
     ) -> None:
         """One layer, in place on the residual stream x [tokens, hidden]."""
         normed = Activations(self.input_layernorm(x), self.threads)
@@ -209,7 +227,7 @@ class DecoderLayer:
         else:
             assert self.linear_attn is not None
             x += self.linear_attn(normed, state)
-        self.mlp(Activations(self.post_attention_layernorm(x), self.threads), x, trace)
+        self.mlp(Activations(self.post_attention_layernorm(x), self.threads), x, position, trace, replay)
 
 
 class Decoder:
@@ -234,16 +252,23 @@ class Decoder:
         self.threads = threads
 
     def __call__(
-        self, ids: NDArray[np.int64], state: DecoderState, *, logits: int, trace: LayerTrace | None
+        self,
+        ids: NDArray[np.int64],
+        state: DecoderState,
+        *,
+        logits: int,
+        trace: LayerTrace | None,
+        replay: RouteReplay | None = None,
     ) -> Array:
         """Feeds a chunk of tokens and moves the state on; returns logits float32 [rows, vocab].
 
         logits: how many of the last tokens to give logits for, at most len(ids).
+        replay: experts chosen beforehand, which the routers then only weight.
         """
         x = self.embed_tokens(ids)
         cosine, sine = self.rotary(state.position, len(ids))
         for layer, layer_state in zip(self.layers, state.layers, strict=True):
-            layer(x, layer_state, state.position, cosine, sine, trace)
+            layer(x, layer_state, state.position, cosine, sine, trace, replay)
         state.position += len(ids)
         if logits == 0:
             return np.empty((0, self.lm_head.rows), np.float32)

@@ -27,9 +27,11 @@ def packed_folder() -> Path:
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparseflow"
     checkpoint = checkpoint_folder()
-    with open(checkpoint / "model.safetensors", "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()[:12]
-    folder = cache / f"demo-v{FORMAT_VERSION}-{digest}"
+    digest = hashlib.sha256()
+    for path in sorted(checkpoint.iterdir()):
+        if path.suffix in (".json", ".safetensors"):
+            digest.update(path.read_bytes())
+    folder = cache / f"demo-v{FORMAT_VERSION}-{digest.hexdigest()[:12]}"
     if (folder / MANIFEST_FILE).is_file():
         return folder
     try:

@@ -58,6 +58,7 @@ class RunEvidence:
         requests, hits, evictions, bytes_asked: of the lease table; bytes_asked is requests times the stride.
         bytes_read: what the disk moved, by the operating system; None if unknown.
         strict, threads, isa: how it ran.
+        replayed: label of the recorded routes it followed; None when the routers chose.
     """
 
     prompt_tokens: int
@@ -75,6 +76,7 @@ class RunEvidence:
     strict: bool
     threads: int
     isa: str
+    replayed: str | None = None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -104,6 +106,7 @@ class RunEvidence:
             f" hit rate {rate}"
             f" | asked {format_bytes(self.bytes_asked)}, read {format_bytes(self.bytes_read)} from disk"
             f" | {self.threads} thread{'' if self.threads == 1 else 's'}, {self.isa}"
+            + ("" if self.replayed is None else f" | routes replayed from {self.replayed}")
         )
 
     def to_json(self) -> dict[str, int | float | bool | str | None]:

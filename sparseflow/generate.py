@@ -40,6 +40,9 @@ class ForwardSession(Protocol):
     @property
     def usage(self) -> Sequence[Any]: ...
 
+    @property
+    def replay(self) -> Any: ...
+
 
 class TextModel(Protocol):
     """What reading a prompt needs of a model."""

@@ -30,7 +30,7 @@ from libc.string cimport strcmp
 from sparseflow.extents cimport extents_address
 from sparseflow.slots cimport (
     CLOSED, NEVER, WAIT, Outcome, Pins, Table, Totals, Waiter, pthread_self, table_admit, table_destroy, table_fetch,
-    table_init, table_leave_queue, table_release, table_reserve, table_resident, table_totals,
+    table_init, table_leave_queue, table_observe, table_release, table_reserve, table_resident, table_totals,
 )
 from sparseflow.store cimport PackedStore
 
@@ -182,7 +182,7 @@ cdef class Lease:
 
 
 cdef class LeaseTable:
-    """A bounded cache of the experts of a store, least recently used out first.
+    """A bounded cache of the experts of a store; the one least likely to be used again soon goes first (policy.pyx).
 
     Parameters
         store: the experts. One table per store: two would evict each other's experts.
@@ -203,7 +203,7 @@ cdef class LeaseTable:
         if slots < 1:
             raise OptionError(f"a cache of {slots} experts; it takes at least 1")
         self.store = store
-        if table_init(&self.table, &store.extents, min(slots, store.num_layers * store.num_experts)) != 0:
+        if table_init(&self.table, &store.extents, store.num_layers, min(slots, store.num_layers * store.num_experts)) != 0:
             raise MemoryError
 
     def __dealloc__(self):
@@ -255,7 +255,8 @@ cdef class LeaseTable:
         }
 
     def acquire(self, layer: int, ids) -> Lease:
-        """Pin some experts of one layer: all of them, or none and an error. On return, what is not there is being read.
+        """Pin some experts of one layer: all of them, or none and an error. On return, the first of what is not there is being
+        read; the rest follows as experts are waited for, so that a long request does not wait for the disk here.
 
         Parameters
             layer: the layer.
@@ -269,6 +270,33 @@ cdef class LeaseTable:
             SparseFlowError: the store is closed.
         """
         return self.reserve(self.request(layer, ids), True)
+
+    def observe(self, layer: int, const int32_t[:, ::1] ids, const float[:, ::1] weights) -> None:
+        """Tell what tokens chose in a layer, before acquiring it: the table learns from it what to keep.
+
+        Parameters
+            layer: the layer.
+            ids: int32 [tokens, top_k], each row ascending and distinct.
+            weights: float32 [tokens, top_k], the router's.
+
+        Raises
+            OptionError: a layer or experts that do not exist, or arrays of different shape.
+        """
+        cdef int32_t number
+        cdef Py_ssize_t token, k
+        cdef int num_experts = self.store.num_experts
+        self.store.slice_number(layer, 0)
+        number = layer
+        if ids.shape[0] != weights.shape[0] or ids.shape[1] != weights.shape[1]:
+            raise OptionError(f"ids [{ids.shape[0]}, {ids.shape[1]}] with weights [{weights.shape[0]}, {weights.shape[1]}]")
+        for token in range(ids.shape[0]):
+            for k in range(ids.shape[1]):
+                if not (-1 if k == 0 else ids[token, k - 1]) < ids[token, k] < num_experts:
+                    raise OptionError(f"layer {layer}: expert {ids[token, k]} of {num_experts}, out of range or of order")
+        # With a slot for every expert nothing is ever evicted.
+        if ids.shape[0] > 0 and ids.shape[1] > 0 and self.table.num_slots < self.table.extents.count:
+            with nogil:
+                table_observe(&self.table, number, &ids[0, 0], &weights[0, 0], ids.shape[0], ids.shape[1])
 
     def admit_all(self, progress=None) -> None:
         """Bring every expert into memory, in the order of the file: the resident mode.

@@ -21,6 +21,11 @@ def available_memory() -> int:
     return min(room for room in found if room is not None)
 
 
+def total_memory() -> int | None:
+    """Bytes of memory of the machine."""
+    return _kibibytes(_SYSTEM / "meminfo", "MemTotal")
+
+
 def cache_for(available: int, resident: int, all_experts: int, smallest: int) -> int:
     """Bytes of cache for `available` bytes of memory when `resident` bytes are needed for all else.
 

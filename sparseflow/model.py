@@ -21,6 +21,7 @@ from sparseflow.kernels.threads import check_threads
 from sparseflow.layout import ExpertLayout
 from sparseflow.leases import LeaseTable
 from sparseflow.packfile import EXPERTS_FILE, Manifest, read_manifest
+from sparseflow.replay import RouteReplay
 from sparseflow.sampling import Sampler
 from sparseflow.session import Session
 from sparseflow.store import PackedStore
@@ -131,10 +132,13 @@ class Model:
         """The ids that end a text."""
         return self.tokenizer.eos_token_ids
 
-    def session(self, *, trace: bool = True) -> Session:
-        """A new, empty session; with `trace`, it records its routes."""
+    def session(self, *, trace: bool = True, replay: RouteReplay | None = None) -> Session:
+        """A new, empty session; with `trace`, it records its routes, with `replay`, it follows recorded ones instead of its routers.
+
+        Raises OptionError when the replay is not for a model of this geometry.
+        """
         self._require_open()
-        return Session(self, trace=trace)
+        return Session(self, trace=trace, replay=replay)
 
     def generate(
         self,
@@ -209,6 +213,7 @@ class Model:
             strict=self.strict,
             threads=self.threads,
             isa=isa.active(),
+            replayed=None if generation.session.replay is None else generation.session.replay.label,
         )
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from sparseflow.errors import CapacityError, OptionError, SparseFlowError
 from sparseflow.evidence import disk_bytes_read
+from sparseflow.replay import RouteReplay
 from sparseflow.state import DecoderState
 from sparseflow.trace import RouteTrace
 
@@ -35,17 +36,26 @@ class Session:
     Attributes:
         trace: RouteTrace of all forwards of this session, None when it was made with trace=False.
         usage: one ForwardUsage per forward (a prompt takes one per chunk).
+        replay: the recorded routes it follows instead of the routers' choice, or None. Token i takes the experts of the recording's
+            token i, whatever its id is.
 
     Thread-safety: one forward at a time; a second thread waits. Different sessions run side by side.
     """
 
-    def __init__(self, model: Model, *, trace: bool = True) -> None:
+    def __init__(self, model: Model, *, trace: bool = True, replay: RouteReplay | None = None) -> None:
         g = model.geometry
+        if replay is not None:
+            replay.check(g)
         self._model = model
         self._state: DecoderState | None = DecoderState(g)
         self._lock = threading.Lock()
         self._broken = False
-        self.trace = RouteTrace(g.num_hidden_layers, g.num_experts, g.num_experts_per_tok) if trace else None
+        self.replay = replay
+        self.trace: RouteTrace | None = None
+        if trace:
+            self.trace = RouteTrace(
+                g.num_hidden_layers, g.num_experts, g.num_experts_per_tok, replayed=None if replay is None else replay.label
+            )
         self.usage: list[ForwardUsage] = []
 
     @property
@@ -62,7 +72,7 @@ class Session:
         """Feeds token ids after those fed before; logits float32 [len(ids), vocab], or [1, vocab] with `last_only`.
 
         The ids are fed in chunks of the model's prefill_chunk; the logits do not depend on it. Raises OptionError for ids that are
-        empty or not in the vocabulary, CapacityError when they do not fit in the context, StorageError or PackedModelError when the
+        empty or not in the vocabulary, CapacityError when they do not fit in the context or in the replay, StorageError or PackedModelError when the
         experts cannot be read, SparseFlowError when the session is closed or an earlier forward was broken off.
         """
         with self._lock:
@@ -80,7 +90,7 @@ class Session:
         """An independent continuation from here, sharing what it can of the past. Its trace starts empty."""
         with self._lock:
             state = self._live()
-            other = Session(self._model, trace=self.trace is not None)
+            other = Session(self._model, trace=self.trace is not None, replay=self.replay)
             other._state = state.fork()
             return other
 
@@ -115,6 +125,8 @@ class Session:
             raise CapacityError(
                 f"{position + len(tokens)} tokens do not fit in the context of {self.context}: shorten the prompt or raise the context"
             )
+        if self.replay is not None:
+            self.replay.check_position(position + len(tokens))
         return tokens.astype(np.int64)
 
     def _chunk(self, tokens: NDArray[np.int64], state: DecoderState, logits: int) -> NDArray[np.float32]:
@@ -124,7 +136,7 @@ class Session:
         if self.trace is not None:
             self.trace.begin_forward(len(tokens))
         self._broken = True
-        result = self._model.decoder(tokens, state, logits=logits, trace=record)
+        result = self._model.decoder(tokens, state, logits=logits, trace=record, replay=self.replay)
         self._broken = False
         read_after = disk_bytes_read()
         bytes_read = None if read is None or read_after is None else read_after - read

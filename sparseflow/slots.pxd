@@ -7,6 +7,7 @@ call takes `lock` itself, for an instant and never across a system call. A key i
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 
 from sparseflow.extents cimport Extents, pthread_mutex_t
+from sparseflow.policy cimport Policy
 
 
 cdef extern from "<pthread.h>" nogil:
@@ -30,9 +31,9 @@ cdef enum Outcome:
 cdef struct Slot:
     int32_t key
     int32_t leases          # how many leases pin it
-    int32_t before          # neighbours in the list of resident slots that no lease pins; `after` also links free slots
-    int32_t after
+    int32_t next_free
     uint8_t state
+    uint8_t asked           # 1: the disk was asked for it
 
 
 cdef struct Pins:           # what one lease holds
@@ -43,6 +44,11 @@ cdef struct Pins:           # what one lease holds
     uint8_t* hit            # [n] 1: had a slot when the lease was acquired
     uint8_t* pending        # [n] 1: not known to be in memory, still to be admitted
     Py_ssize_t num_dropping
+    Py_ssize_t num_dropped  # of those, the ones that are (acquiring)
+    Py_ssize_t roomy        # misses that may be asked for before anything need be dropped
+    Py_ssize_t looked       # positions that were asked for, if they had to be
+    Py_ssize_t asked        # reads begun
+    Py_ssize_t admitted     # reads ended
     pthread_t thread        # who acquired it
     bint held
     Pins* before            # neighbours in the table's list of open leases
@@ -74,9 +80,8 @@ cdef struct Table:
     int32_t num_slots
     Slot* slots             # [num_slots]
     int32_t* index          # [layers * experts] slot, or -1
-    int32_t oldest          # ends of the list of resident slots that no lease pins, in order of last use
-    int32_t newest
     int32_t free            # first free slot
+    Policy policy           # holds the resident slots that no lease pins
     Pins* open              # leases that are not released
     Waiter* waiting         # in order of arrival
     uint64_t releases       # goes up whenever those who wait should look again
@@ -85,15 +90,18 @@ cdef struct Table:
     pthread_cond_t released
 
 
-cdef int table_init(Table* table, Extents* extents, int32_t num_slots) noexcept nogil     # 0 or ENOMEM
+cdef int table_init(Table* table, Extents* extents, int32_t layers, int32_t num_slots) noexcept nogil     # 0 or ENOMEM
 cdef void table_destroy(Table* table) noexcept nogil
 
 # Pin `pins.keys`. With `patient`, waits up to 50 ms for a release. After WAIT the waiter stays in the queue: call again, or
 # table_leave_queue. After RESERVED, table_fetch must follow.
 cdef Outcome table_reserve(Table* table, Pins* pins, Waiter* waiter, bint counted, bint patient) noexcept nogil
 cdef void table_leave_queue(Table* table, Waiter* waiter) noexcept nogil
-cdef void table_fetch(Table* table, Pins* pins) noexcept nogil          # drops what was evicted, asks for what is pending
+cdef void table_fetch(Table* table, Pins* pins) noexcept nogil          # asks for the first of what is pending
 cdef int table_admit(Table* table, Pins* pins, Py_ssize_t i) noexcept nogil     # waits for one expert: 0 or an errno
 cdef void table_release(Table* table, Pins* pins) noexcept nogil
+# Tokens [n] chose ids [n, top_k], each row ascending, with those weights.
+cdef void table_observe(
+    Table* table, int32_t layer, const int32_t* ids, const float* weights, Py_ssize_t n, int32_t top_k) noexcept nogil
 cdef bint table_resident(Table* table, Py_ssize_t key) noexcept nogil
 cdef Totals table_totals(Table* table) noexcept nogil                   # all of one instant

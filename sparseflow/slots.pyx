@@ -4,8 +4,8 @@
 Design
     A fixed number of slots, each standing for the memory of one expert. A slot is free, admitting (given to an expert
     whose bytes are not known to be there) or resident. Everything is allocated when the table is made. A direct index leads
-    from expert to slot. Resident slots that nobody leases form a doubly linked list in order of last use, and its head is
-    the next to be evicted; a leased slot is not in the list, so it cannot be.
+    from expert to slot. Resident slots that nobody leases are in the hands of the policy (policy.pyx), which says the next
+    to be evicted; a leased slot is not, so it cannot be.
 
 The order of dropping and reading
     An evicted expert is forgotten under the lock and its pages are dropped after it, by the thread that took the slot and
@@ -28,33 +28,46 @@ from sparseflow.extents cimport (
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock,
 )
 
+from sparseflow.policy cimport (
+    policy_destroy, policy_init, policy_insert, policy_observe, policy_reach, policy_remove, policy_settle, policy_victim,
+)
+
 cdef extern from *:
     """
     #include <pthread.h>
     #include <time.h>
+    static int sf_condition_init(pthread_cond_t *condition) {
+        pthread_condattr_t attributes;
+        pthread_condattr_init(&attributes);
+        pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+        int result = pthread_cond_init(condition, &attributes);
+        pthread_condattr_destroy(&attributes);
+        return result;
+    }
     /* Bounded, so that the caller can look for signals. */
     static void sf_wait(pthread_cond_t *condition, pthread_mutex_t *mutex) {
         struct timespec until;
-        clock_gettime(CLOCK_REALTIME, &until);
+        clock_gettime(CLOCK_MONOTONIC, &until);
         until.tv_nsec += 50 * 1000 * 1000;
         if (until.tv_nsec >= 1000 * 1000 * 1000) { until.tv_sec += 1; until.tv_nsec -= 1000 * 1000 * 1000; }
         pthread_cond_timedwait(condition, mutex, &until);
     }
     """
-    int pthread_cond_init(pthread_cond_t* condition, const void* attributes) noexcept nogil
+    int sf_condition_init(pthread_cond_t* condition) noexcept nogil
     int pthread_cond_destroy(pthread_cond_t* condition) noexcept nogil
     int pthread_cond_broadcast(pthread_cond_t* condition) noexcept nogil
     void sf_wait(pthread_cond_t* condition, pthread_mutex_t* mutex) noexcept nogil
 
 cdef enum:
     NONE = -1                   # no slot, or the end of a list
+    READS_AHEAD = 16            # begun before they are waited for: more only fill the queue of the disk, and asking blocks
 
 
-cdef int table_init(Table* table, Extents* extents, int32_t num_slots) noexcept nogil:
+cdef int table_init(Table* table, Extents* extents, int32_t layers, int32_t num_slots) noexcept nogil:
     cdef int32_t s
     memset(table, 0, sizeof(Table))
     pthread_mutex_init(&table.lock, NULL)
-    pthread_cond_init(&table.released, NULL)
+    sf_condition_init(&table.released)
     table.extents = extents
     table.num_slots = num_slots
     table.slots = <Slot*>calloc(num_slots, sizeof(Slot))
@@ -62,7 +75,9 @@ cdef int table_init(Table* table, Extents* extents, int32_t num_slots) noexcept 
     if table.slots == NULL or table.index == NULL:
         return ENOMEM
     memset(table.index, 0xFF, extents.count * sizeof(int32_t))      # NONE
-    table.oldest = table.newest = table.free = NONE
+    if policy_init(&table.policy, layers, extents.count // layers, num_slots) != 0:
+        return ENOMEM
+    table.free = NONE
     for s in range(num_slots - 1, -1, -1):
         give_free(table, s)
     return 0
@@ -71,6 +86,7 @@ cdef int table_init(Table* table, Extents* extents, int32_t num_slots) noexcept 
 cdef void table_destroy(Table* table) noexcept nogil:
     free(table.slots)
     free(table.index)
+    policy_destroy(&table.policy)
     pthread_cond_destroy(&table.released)
     pthread_mutex_destroy(&table.lock)
 
@@ -78,33 +94,18 @@ cdef void table_destroy(Table* table) noexcept nogil:
 # --- lists of slots, under the lock ---
 
 cdef void idle_remove(Table* table, int32_t s) noexcept nogil:
-    cdef Slot* slot = &table.slots[s]
-    if slot.before == NONE:
-        table.oldest = slot.after
-    else:
-        table.slots[slot.before].after = slot.after
-    if slot.after == NONE:
-        table.newest = slot.before
-    else:
-        table.slots[slot.after].before = slot.before
+    policy_remove(&table.policy, s)
     table.totals.idle -= 1
 
 
-cdef void idle_append(Table* table, int32_t s) noexcept nogil:
-    cdef Slot* slot = &table.slots[s]
-    slot.before = table.newest
-    slot.after = NONE
-    if table.newest == NONE:
-        table.oldest = s
-    else:
-        table.slots[table.newest].after = s
-    table.newest = s
+cdef void idle_insert(Table* table, int32_t s) noexcept nogil:
+    policy_insert(&table.policy, s, table.slots[s].key)
     table.totals.idle += 1
 
 
 cdef int32_t take_free(Table* table) noexcept nogil:
     cdef int32_t s = table.free
-    table.free = table.slots[s].after
+    table.free = table.slots[s].next_free
     table.totals.free -= 1
     return s
 
@@ -112,14 +113,14 @@ cdef int32_t take_free(Table* table) noexcept nogil:
 cdef void give_free(Table* table, int32_t s) noexcept nogil:
     table.slots[s].state = FREE
     table.slots[s].key = NONE
-    table.slots[s].after = table.free
+    table.slots[s].next_free = table.free
     table.free = s
     table.totals.free += 1
 
 
-cdef int32_t take_oldest(Table* table) noexcept nogil:
-    """Evict the expert that was not used for longest and take its slot. The caller drops its pages after unlocking."""
-    cdef int32_t s = table.oldest
+cdef int32_t take_victim(Table* table) noexcept nogil:
+    """Evict the expert worth least and take its slot. The caller drops its pages after unlocking."""
+    cdef int32_t s = policy_victim(&table.policy)
     idle_remove(table, s)
     extents_forget(table.extents, table.slots[s].key)
     table.index[table.slots[s].key] = NONE
@@ -156,17 +157,21 @@ cdef void pin(Table* table, Pins* pins) noexcept nogil:
             if table.slots[s].leases == 0:
                 idle_remove(table, s)
             table.slots[s].leases += 1
-    pins.num_dropping = 0
+    pins.num_dropping = pins.num_dropped = pins.roomy = pins.looked = pins.asked = pins.admitted = 0
+    if pins.n > 0:
+        policy_reach(&table.policy, pins.keys[0] // table.policy.experts)
     for i in range(pins.n):
         if pins.slots[i] == NONE:
             if table.totals.free > 0:
                 s = take_free(table)
+                pins.roomy += 1
             else:
-                s = take_oldest(table)
+                s = take_victim(table)
                 pins.dropping[pins.num_dropping] = table.slots[s].key
                 pins.num_dropping += 1
             table.slots[s].key = pins.keys[i]
             table.slots[s].state = ADMITTING
+            table.slots[s].asked = 0
             table.slots[s].leases = 1
             table.index[pins.keys[i]] = s
             pins.slots[i] = s
@@ -283,20 +288,30 @@ cdef void table_leave_queue(Table* table, Waiter* waiter) noexcept nogil:
     pthread_mutex_unlock(&table.lock)
 
 
-cdef void table_fetch(Table* table, Pins* pins) noexcept nogil:
+cdef void ask(Table* table, Pins* pins, Py_ssize_t wanted, Py_ssize_t position) noexcept nogil:
+    """Begin reads until `wanted` are begun and that of `position` is."""
     # Experts that need no eviction first, then an eviction before each: the disk starts at once, and the bound always holds.
-    cdef Py_ssize_t i, roomy = -pins.num_dropping, dropped = 0
-    for i in range(pins.n):
-        roomy += pins.pending[i]
-    for i in range(pins.n):
-        if pins.pending[i]:
-            if roomy > 0:
-                roomy -= 1
+    cdef Py_ssize_t i
+    while pins.looked < pins.n and (pins.asked < wanted or pins.looked <= position):
+        i = pins.looked
+        pins.looked += 1
+        if not pins.pending[i]:
+            continue
+        if not pins.hit[i]:
+            if pins.roomy > 0:
+                pins.roomy -= 1
             else:
-                extents_drop(table.extents, pins.dropping[dropped], False)
-                dropped += 1
-            extents_will_need(table.extents, pins.keys[i])
-    pins.num_dropping = 0
+                extents_drop(table.extents, pins.dropping[pins.num_dropped], False)
+                pins.num_dropped += 1
+        pthread_mutex_lock(&table.lock)
+        table.slots[pins.slots[i]].asked = 1
+        pthread_mutex_unlock(&table.lock)
+        extents_will_need(table.extents, pins.keys[i])
+        pins.asked += 1
+
+
+cdef void table_fetch(Table* table, Pins* pins) noexcept nogil:
+    ask(table, pins, READS_AHEAD, NONE)
 
 
 # --- admitting and releasing ---
@@ -306,10 +321,12 @@ cdef int table_admit(Table* table, Pins* pins, Py_ssize_t i) noexcept nogil:
     cdef int number
     if not pins.pending[i]:
         return 0
+    ask(table, pins, pins.admitted + READS_AHEAD, i)
     number = extents_admit(table.extents, pins.keys[i])
     pthread_mutex_lock(&table.lock)
     if number == 0:
         pins.pending[i] = 0
+        pins.admitted += 1
         if slot.state == ADMITTING:
             slot.state = RESIDENT
             table.totals.resident += 1
@@ -331,6 +348,8 @@ cdef void wake(Table* table) noexcept nogil:
 cdef void table_release(Table* table, Pins* pins) noexcept nogil:
     cdef Py_ssize_t i
     cdef Slot* slot
+    for i in range(pins.num_dropped, pins.num_dropping):        # evicted for experts that were never asked for
+        extents_drop(table.extents, pins.dropping[i], False)
     pins.num_dropping = 0
     pthread_mutex_lock(&table.lock)
     for i in range(pins.n):
@@ -339,7 +358,7 @@ cdef void table_release(Table* table, Pins* pins) noexcept nogil:
         if slot.leases > 0:
             continue
         if slot.state == RESIDENT:
-            idle_append(table, pins.slots[i])
+            idle_insert(table, pins.slots[i])
         else:
             table.index[slot.key] = NONE
             extents_forget(table.extents, slot.key)
@@ -358,7 +377,7 @@ cdef void table_release(Table* table, Pins* pins) noexcept nogil:
     pthread_mutex_unlock(&table.lock)
     if pins.num_dropping > 0:
         for i in range(pins.num_dropping):
-            extents_drop(table.extents, table.slots[pins.dropping[i]].key, True)
+            extents_drop(table.extents, table.slots[pins.dropping[i]].key, table.slots[pins.dropping[i]].asked)
         pthread_mutex_lock(&table.lock)
         for i in range(pins.num_dropping):
             give_free(table, pins.dropping[i])
@@ -366,6 +385,18 @@ cdef void table_release(Table* table, Pins* pins) noexcept nogil:
         wake(table)
         pthread_mutex_unlock(&table.lock)
     extents_unlease(table.extents)
+
+
+# --- learning ---
+
+cdef void table_observe(
+        Table* table, int32_t layer, const int32_t* ids, const float* weights, Py_ssize_t n, int32_t top_k) noexcept nogil:
+    cdef Py_ssize_t token
+    pthread_mutex_lock(&table.lock)
+    for token in range(n):
+        policy_observe(&table.policy, layer, ids + token * top_k, weights + token * top_k, top_k)
+    policy_settle(&table.policy, layer)
+    pthread_mutex_unlock(&table.lock)
 
 
 # --- asking ---

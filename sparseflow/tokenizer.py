@@ -75,7 +75,7 @@ class Tokenizer:
         folder = Path(folder)
         path = folder / TOKENIZER_FILE
         if not path.is_file():
-            raise PackedModelError(f"{path} is missing: add the checkpoint's tokenizer files and pack it again")
+            raise PackedModelError(f"{path} is missing: copy the checkpoint's tokenizer files into this folder (Session.forward runs on token ids without them)")
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception, whatever is wrong

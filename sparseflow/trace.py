@@ -23,17 +23,19 @@ class RouteTrace:
 
     Parameters
         num_layers: layers of the model, each with num_experts routed experts (at most 32767), top_k of them a token.
+        replayed: label of the recording, when the session followed a RouteReplay and not its own routers; else None.
 
     The session writes with `begin_forward`, `add_layer` once for every layer in any order, `end_forward`. A forward that
     was begun and not ended (it failed) is not part of the trace. Memory: 3 bytes per token, layer and chosen expert.
     """
 
-    def __init__(self, num_layers: int, num_experts: int, top_k: int) -> None:
+    def __init__(self, num_layers: int, num_experts: int, top_k: int, *, replayed: str | None = None) -> None:
         if num_experts > np.iinfo(np.int16).max:
             raise OptionError(f"a trace holds expert ids up to {np.iinfo(np.int16).max}, not {num_experts} experts")
         self.num_layers = num_layers
         self.num_experts = num_experts
         self.top_k = top_k
+        self.replayed = replayed
         self._expert_ids: list[NDArray[np.int16]] = []  # per forward [tokens, layers, top_k]
         self._hit: list[NDArray[np.bool_]] = []  # same shape
         self._wait_seconds: list[NDArray[np.float32]] = []  # per forward [layers]
@@ -163,6 +165,7 @@ class RouteTrace:
                     file,
                     version=np.int64(TRACE_VERSION),
                     num_experts=np.int64(self.num_experts),
+                    replayed=np.array([] if self.replayed is None else [self.replayed], np.str_),
                     expert_ids=self.expert_ids,
                     hit=self.hit,
                     forward_tokens=np.array([len(ids) for ids in self._expert_ids], np.int64),
@@ -199,7 +202,8 @@ class RouteTrace:
         ends = np.cumsum(arrays["forward_tokens"].astype(np.int64, casting="safe"))
         if hit.shape != expert_ids.shape or (ends[-1] if len(ends) else 0) != tokens:
             raise ValueError("the arrays do not belong together")
-        trace = cls(num_layers, int(arrays["num_experts"]), top_k)
+        replayed = [str(label) for label in arrays["replayed"].astype(np.str_, casting="safe")]
+        trace = cls(num_layers, int(arrays["num_experts"]), top_k, replayed=replayed[0] if replayed else None)
         trace._expert_ids = np.split(expert_ids, ends)[:-1]
         trace._hit = np.split(hit, ends)[:-1]
         trace._wait_seconds = list(arrays["wait_seconds"].astype(np.float32).reshape(len(ends), num_layers))

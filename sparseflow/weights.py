@@ -5,17 +5,21 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sparseflow.errors import PackedModelError, StorageError
+from sparseflow.errors import CapacityError, PackedModelError, StorageError
 from sparseflow.kernels import linear
-from sparseflow.layout import ExpertLayout, TensorEntry, align, scales_offset
+from sparseflow.layout import ExpertLayout, TensorEntry, align, scales_offset, tile_bytes
 from sparseflow.packfile import DENSE_FILE, EMBED_FILE, HEADER_BYTES, Manifest
-from sparseflow.tiles import TILE_ROWS, padded_columns, row_tiles
+from sparseflow.sizes import format_bytes
+from sparseflow.tiles import alternate, row_tiles
 
 _READ_BYTES = 16 << 20
+_SHARED = ".shared_expert."
+_LINE = 64  # tensors begin on a cache line
 
 
 class Activations:
@@ -37,19 +41,17 @@ class Activations:
 class Linear:
     """A weight matrix [rows, columns] in tiles; calling it gives x W^T, float32 [tokens, rows].
 
-    Attributes: bits 8 (int8 tiles uint8, scales as float16 bits) or 16 (bfloat16 tiles uint16, scales None).
+    Attributes: bits 8 (tiles uint8, scales the bits of float16) or 16 (tiles uint16, the bits of bfloat16; no scales).
     """
 
     def __init__(self, entry: TensorEntry, data: NDArray[np.uint8]) -> None:
         self.rows, self.columns = entry.shape
         self.bits = 8 if entry.kind == "int8" else 16
-        tiles = row_tiles(self.rows) * TILE_ROWS * padded_columns(self.columns)
-        self.scales: NDArray[np.uint16] | None = None
+        self.tiles: NDArray[Any] = data.view(np.uint16)
+        self.scales = np.empty(0, np.uint16)
         if self.bits == 8:
-            self.tiles: NDArray[np.uint8] | NDArray[np.uint16] = data[:tiles]
+            self.tiles = data[: tile_bytes(self.rows, self.columns, 8)]
             self.scales = data[scales_offset(entry.shape) :].view(np.uint16)
-        else:
-            self.tiles = data.view(np.uint16)
 
     def __call__(self, x: Activations) -> NDArray[np.float32]:
         if self.bits == 8:
@@ -60,8 +62,10 @@ class Linear:
 class DenseCore:
     """All tensors of dense.sfx by canonical name (`layers.0.input_layernorm.weight`).
 
-    They are read into anonymous memory, which no pressure from the experts' file mapping can push out. Raises StorageError
-    when the disk refuses, PackedModelError when the file ends early. `progress(done, total)` is called with bytes.
+    They are read into one piece of anonymous memory, which no pressure from the experts' file mapping can push out, in huge
+    pages where the system has them; only the shared experts' projections lie apart, since SharedExpert rearranges them and
+    lets them go. Raises StorageError when the disk refuses, CapacityError when there is no memory, PackedModelError when the
+    file ends early. `progress(done, total)` is called with bytes.
     """
 
     def __init__(
@@ -71,12 +75,18 @@ class DenseCore:
         self.linears: dict[str, Linear] = {}
         self.arrays: dict[str, NDArray[np.float32]] = {}
         self.nbytes = sum(entry.bytes for entry in manifest.tensors.values())
-        done = 0
+        kept = {name: align(entry.bytes, _LINE) for name, entry in manifest.tensors.items() if _SHARED not in name}
+        memory = _anonymous(sum(kept.values()), str(path))
+        done = position = 0
         with _open(path) as descriptor:
             for name, entry in manifest.tensors.items():
-                data = np.empty(entry.bytes, np.uint8)
+                if name in kept:
+                    data = memory[position : position + entry.bytes]
+                    position += kept[name]
+                else:
+                    data = np.empty(entry.bytes, np.uint8)
                 for start in range(0, entry.bytes, _READ_BYTES):
-                    part = memoryview(data)[start : start + _READ_BYTES]
+                    part = data.data[start : start + _READ_BYTES]
                     _read_into(descriptor, part, entry.offset + start, f"{path}: {name}")
                     done += len(part)
                     if progress is not None:
@@ -95,16 +105,16 @@ class SharedExpert:
     def __init__(self, gate: Linear, up: Linear, down: Linear) -> None:
         self.intermediate = gate.rows
         self.layout = ExpertLayout(gate.columns, gate.rows, gate.bits)
-        self.slice = np.zeros(align(self.layout.slice_bytes, 64), np.uint8)
+        self.slice = _anonymous(self.layout.slice_bytes, "a shared expert")
         tiles = row_tiles(gate.rows)
-        self._write(self.layout.gate_up_tiles, _alternated(gate.tiles, up.tiles, tiles))
+        self._write(self.layout.gate_up_tiles, alternate(gate.tiles, up.tiles, tiles))
         self._write(self.layout.down_tiles, down.tiles)
         if self.layout.gate_up_scales is not None and self.layout.down_scales is not None:
-            self._write(self.layout.gate_up_scales, _alternated(gate.scales, up.scales, tiles))
+            self._write(self.layout.gate_up_scales, alternate(gate.scales, up.scales, tiles))
             self._write(self.layout.down_scales, down.scales)
         self.addresses = np.array([self.slice.ctypes.data], np.uint64)
 
-    def _write(self, offset: int, values: NDArray) -> None:
+    def _write(self, offset: int, values: NDArray[Any]) -> None:
         data = values.view(np.uint8)
         self.slice[offset : offset + data.size] = data
 
@@ -132,10 +142,17 @@ class Embedding:
         return rows.view(np.float32)
 
 
-def _alternated(gate: NDArray | None, up: NDArray | None, tiles: int) -> NDArray:
-    """Tile rows of gate and up in turn, as a routed expert's slice has them."""
-    assert gate is not None and up is not None
-    return np.stack([gate.reshape(tiles, -1), up.reshape(tiles, -1)], axis=1).reshape(-1)
+def _anonymous(size: int, what: str) -> NDArray[np.uint8]:
+    """Anonymous memory, in huge pages where the system has them; freed with the last array that views it."""
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise CapacityError(f"{what}: {format_bytes(size)} of memory for it cannot be had: {error.strerror}") from error
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        pass  # a kernel without them: slower, not wrong
+    return np.frombuffer(memory, np.uint8)
 
 
 class _open:

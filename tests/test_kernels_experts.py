@@ -10,7 +10,7 @@ from reference import ops
 
 from sparseflow.encode import pack_expert
 from sparseflow.kernels import isa
-from sparseflow.kernels.experts import ExpertBatch, combine, route
+from sparseflow.kernels.experts import ExpertBatch, combine, route, route_given
 from sparseflow.kernels.linear import quantize
 from sparseflow.layout import ExpertLayout
 from sparseflow.quantize import from_bf16_bits, to_bf16_bits
@@ -120,6 +120,53 @@ def test_router_takes_the_lowest_ids_of_a_tie(each_isa: str) -> None:
     ids, weights = route(np.zeros((1, 9), np.float32), 4)
     assert ids.tolist() == [[0, 1, 2, 3]]
     assert weights.tolist() == [[0.25] * 4]
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (5, 5), (24, 4), (256, 8), (40, 20)])
+def test_given_experts_are_weighted_as_the_reference_does(each_isa: str, experts: int, top_k: int) -> None:
+    rng = np.random.default_rng(experts)
+    logits = rng.standard_normal((50, experts)).astype(np.float32) * 4
+    given = np.argsort(rng.random((50, experts)), axis=-1)[:, :top_k].astype(np.int32)
+    ascending = np.sort(given, axis=-1)
+    expected = ops.softmax(np.take_along_axis(logits.astype(np.float64), ascending, axis=-1))
+
+    ids, weights = route_given(logits, ascending, threads=2)
+    assert np.array_equal(ids, ascending)
+    np.testing.assert_allclose(weights, expected, rtol=1e-5, atol=1e-9)
+
+    ids, ranked = route_given(logits, given, ranked=True, threads=2)
+    assert np.array_equal(ids, ascending)
+    in_given_order = np.take_along_axis(ranked, np.argsort(np.argsort(given, axis=-1), axis=-1), axis=-1)
+    assert np.array_equal(in_given_order, -np.sort(-weights, axis=-1))
+
+
+def test_weights_of_given_experts_have_the_same_bits_everywhere() -> None:
+    rng = np.random.default_rng(1)
+    logits = rng.standard_normal((80, 64)).astype(np.float32) * 6
+    given = np.argsort(rng.random((80, 64)), axis=-1)[:, :8].astype(np.int32)
+    before, seen = isa.active(), set()
+    try:
+        for name in isa.available():
+            isa.select(name)
+            for threads in (1, 3):
+                parts = [route_given(logits[i : i + 1], given[i : i + 1], ranked=True, threads=threads)[1] for i in range(80)]
+                seen |= {route_given(logits, given, ranked=True, threads=threads)[1].tobytes(), np.concatenate(parts).tobytes()}
+    finally:
+        isa.select(before)
+    assert len(seen) == 1
+
+
+def test_experts_that_the_router_would_choose_get_its_bits(each_isa: str) -> None:
+    logits = np.random.default_rng(2).integers(-3, 3, (60, 40)).astype(np.float32)  # many ties
+    ids, weights = route(logits, 8)
+    assert route_given(logits, ids)[1].tobytes() == weights.tobytes()
+
+
+def test_given_experts_out_of_range_are_refused() -> None:
+    logits = np.zeros((2, 4), np.float32)
+    for given, message in (([[0, 4], [0, 1]], "expert id 4"), ([[-1, 0], [0, 1]], "expert id -1"), ([[0, 1]], "for 1 tokens")):
+        with pytest.raises(ValueError, match=message):
+            route_given(logits, np.array(given, np.int32))
 
 
 def test_combine_equals_the_reference(each_isa: str) -> None:

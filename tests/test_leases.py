@@ -98,7 +98,7 @@ def test_the_arrays_are_the_leases_own(store: PackedStore) -> None:
     assert lease.ids.tolist() == [1, 2]
 
 
-def test_least_recently_used_goes_first(store: PackedStore) -> None:
+def test_without_knowledge_the_longest_idle_goes_first(store: PackedStore) -> None:
     table = LeaseTable(store, 3)
     use(table, 0, 1)
     use(table, 0, 2)

@@ -77,7 +77,9 @@ class LeaseMachine(RuleBasedStateMachine):
         held = OpenLease(None, keys, set(misses) | (self.admitting & set(keys)))  # type: ignore[arg-type]
         self.idle = [key for key in self.idle if key not in keys]
         for _ in range(len(misses) - free):
-            self.idle.pop(0)
+            # Nothing was observed, so all are worth the same but for the distance of their layer's next chance.
+            here = keys[0] // EXPERTS
+            self.idle.remove(max(self.idle, key=lambda key: (key // EXPERTS - here - 1) % LAYERS))
             self.evictions += 1
         for key in keys:
             self.pins[key] += 1

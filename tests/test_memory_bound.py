@@ -62,7 +62,7 @@ def big_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.parametrize("strict", [False, True])
 def test_streaming_stays_within_the_budget(big_store: Path, strict: bool) -> None:
     program = STREAM.format(tests=str(Path(__file__).parent), path=str(big_store), strict=strict, budget=BUDGET)
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     run = json.loads(result.stdout)
     assert run["admitted"] > 4 * BUDGET  # the cache went round several times

@@ -257,7 +257,7 @@ with PackedStore({path!r}, strict=True) as store:
 
 def test_a_kernel_without_populate_read_works_the_same(path: Path) -> None:
     program = WITHOUT_POPULATE.format(tests=str(Path(__file__).parent), path=str(path), slice_number=EXPERTS + 3)
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "expert 4 of layer 1: the file was cut to" in result.stdout
 
@@ -336,7 +336,7 @@ def test_what_cannot_be_mapped_is_a_storage_error(path: Path) -> None:
     header = expert_header(1, 1024, 1 << 20)
     path.write_bytes(header.pack())
     os.truncate(path, header.file_bytes)
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
     assert result.stderr.splitlines()[-1].startswith("sparseflow.errors.StorageError")
     assert "cannot be mapped: Cannot allocate memory" in result.stderr
 

@@ -1,7 +1,7 @@
 """Makes a packed model of the real geometry directly, with seeded random weights: something full-size to measure on.
 
     python tools/make_model.py DST --layers 12                  a slice that fits in memory, 11 GiB
-    python tools/make_model.py DST --router-skew 1              all 40 layers, 32 GiB, routes about as repetitive as the real ones
+    python tools/make_model.py DST --router-skew 1              all 40 layers, 34 GiB, routes about as repetitive as the real ones
 
 The text it writes is noise. Its sizes, bytes per token and statistics are those of Qwen3.6-35B-A3B: hidden states stay of
 order one, every expert is alive. With a router skew the experts of a layer differ in popularity, so that a cache finds
@@ -17,6 +17,7 @@ import sys
 import time
 import zlib
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import click
 import numpy as np
@@ -32,7 +33,6 @@ from sparseflow.packfile import (
     EMBED_FILE,
     EXPERTS_FILE,
     FORMAT_VERSION,
-    HEADER_BYTES,
     dense_plan,
     headers,
     write_manifest,
@@ -86,7 +86,7 @@ class Pool:
         scale = WEIGHT_STD / 73.3  # 73.3: standard deviation of a uniform code
         self.scales = (self.rng.uniform(0.8, 1.2, POOL_BYTES // 16) * scale).astype(np.float16)
 
-    def fill(self, target: NDArray, source: NDArray) -> None:
+    def fill(self, target: NDArray[Any], source: NDArray[Any]) -> None:
         """Fills a flat array with windows of one of the three pools."""
         done = 0
         while done < target.size:
@@ -147,7 +147,7 @@ class ModelWriter:
             _flush(file)
         return checksums
 
-    def dense(self) -> list[dict]:
+    def dense(self) -> list[dict[str, Any]]:
         """dense.sfx; returns the manifest's list of tensors."""
         plan, _ = dense_plan(self.geometry, 8)
         tensors = []
@@ -200,12 +200,12 @@ class ModelWriter:
             values = np.zeros(entry.shape)
         return values.astype(np.float32).reshape(-1).view(np.uint8)
 
-    def _create(self, name: str):
+    def _create(self, name: str) -> BinaryIO:
         file = open(self.folder / name, "wb", buffering=0)
         self._write(file, np.frombuffer(self.headers[name].pack(), np.uint8))
         return file
 
-    def _write(self, file, data: NDArray[np.uint8]) -> None:
+    def _write(self, file: BinaryIO, data: NDArray[np.uint8]) -> None:
         part = memoryview(data)
         while len(part):
             count = file.write(part)
@@ -218,7 +218,7 @@ class ModelWriter:
         print(f"{self.done / self.total:4.0%}  {what}, {format_bytes(int(speed))}/s, {left:.0f} s left", file=sys.stderr)
 
 
-def _flush(file) -> None:
+def _flush(file: BinaryIO) -> None:
     os.fsync(file.fileno())
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -1,1 +1,1 @@
-"""The command line: `sparseflow` and `sf-pack`."""
+"""The command line: `sparseflow`, `sf-pack` and `sf-bench`."""

@@ -108,6 +108,9 @@ class _ExitStatus(click.Command):
         except SparseFlowError as error:
             report_error(str(error))
             status = error.exit_status
+        except getattr(click.exceptions, "NoArgsIsHelpError", ()) as error:  # click before 8.2 prints the help itself
+            click.echo(error.format_message(), err=True)
+            status = error.exit_code
         except click.ClickException as error:
             context = getattr(error, "ctx", None)
             hint = f" (see '{context.command_path} --help')" if context is not None else ""

@@ -36,8 +36,9 @@ def main(source: str, destination: str, experts: str, dense: str, quiet: bool) -
     config.json, the .safetensors files and the tokenizer's. It is only read. Vision and multi-token-prediction weights are left
     out.
 
-    int8 halves the size: 8 bits a weight and one scale per 128 weights. bf16 keeps the weights as they are, and is the
-    reference to compare with. The router, the norms and other small tensors are never quantised.
+    int8 halves the size: 8 bits a weight and one scale per 128 weights. bf16 keeps BF16 weights as they are (F32 and F16 ones are
+    rounded to it, and the table says so), and is the reference to compare with. The router, the norms and other small tensors
+    are never quantised.
 
     Memory stays under 1 GiB however large the model. If packing is interrupted, the same command continues where it stopped.
 
@@ -60,7 +61,7 @@ def main(source: str, destination: str, experts: str, dense: str, quiet: bool) -
     if not quiet:
         click.echo(report_table(manifest["report"]))
         if not (Path(destination) / TOKENIZER_FILE).exists():
-            click.echo(f"packed without {TOKENIZER_FILE}: the model runs on token ids, for text copy the file into {destination}")
+            click.echo(f"packed without {TOKENIZER_FILE}: a session runs on token ids; for text, copy the file into {destination}")
 
 
 class ProgressLine:

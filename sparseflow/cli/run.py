@@ -63,7 +63,7 @@ def show(model: sparseflow.Model, generation: sparseflow.Generation, as_json: bo
     if as_json:
         text = "".join(generation)
         evidence = model.evidence(generation)
-        click.echo(json.dumps({"text": text, "ids": generation.ids, "finish_reason": generation.finish_reason,
+        click.echo(json.dumps({"opening": generation.opening, "text": text, "ids": generation.ids, "finish_reason": generation.finish_reason,
                                "evidence": evidence.to_json()}))
     else:
         try:

@@ -11,7 +11,7 @@ from sparseflow.kernels.threads cimport parallel_for, unit_function
 cdef extern from "csrc/attention.h":
     struct sf_attention:
         float *q_gate
-        const float *k
+        float *k
         const float *v
         const float *q_weight
         const float *k_weight

@@ -2,9 +2,12 @@ from numpy import float32, int32, uint64
 from numpy.typing import NDArray
 
 from sparseflow.kernels.linear import Quantized
-from sparseflow.packfile import ExpertLayout
+from sparseflow.layout import ExpertLayout
 
 def route(logits: NDArray[float32], top_k: int, threads: int = 1) -> tuple[NDArray[int32], NDArray[float32]]: ...
+def route_given(
+    logits: NDArray[float32], given: NDArray[int32], ranked: bool = False, threads: int = 1
+) -> tuple[NDArray[int32], NDArray[float32]]: ...
 
 class ExpertBatch:
     experts: NDArray[int32]

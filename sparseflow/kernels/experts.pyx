@@ -35,6 +35,8 @@ cdef extern from "csrc/experts.h":
 
     struct sf_router:
         const float *logits
+        const int32_t *given
+        int ranked
         int32_t *ids
         float *weights
         long experts, top_k
@@ -66,6 +68,8 @@ def route(const float[:, ::1] logits, Py_ssize_t top_k, int threads=1):
     weights = numpy.empty((logits.shape[0], top_k), numpy.float32)
     id_view, weight_view = ids, weights
     call.logits = &logits[0, 0]
+    call.given = NULL
+    call.ranked = False
     call.ids = &id_view[0, 0]
     call.weights = &weight_view[0, 0]
     call.experts = logits.shape[1]
@@ -73,6 +77,38 @@ def route(const float[:, ::1] logits, Py_ssize_t top_k, int threads=1):
     with nogil:
         parallel_for(sf_router_units[active_index()], &call, logits.shape[0], threads,
                      logits.shape[0] * logits.shape[1] * top_k)
+    return ids, weights
+
+
+def route_given(const float[:, ::1] logits, const int32_t[:, ::1] given, bint ranked=False, int threads=1):
+    """The weights of experts that were chosen elsewhere, given int32 [tokens, top_k], distinct and ascending in each row.
+
+    Returns ids and weights as `route` does: softmax of the logits of these experts alone. With `ranked`, each row of `given`
+    is in the order of a router instead, heaviest first, and the same weights are dealt out in that order.
+    """
+    cdef int32_t[:, ::1] id_view
+    cdef float[:, ::1] weight_view
+    cdef sf_router call
+    cdef Py_ssize_t token, k
+    if logits.shape[0] == 0 or given.shape[0] != logits.shape[0] or given.shape[1] == 0:
+        raise ValueError(f"expert ids for {given.shape[0]} tokens, router logits for {logits.shape[0]}")
+    for token in range(given.shape[0]):
+        for k in range(given.shape[1]):
+            if not 0 <= given[token, k] < logits.shape[1]:
+                raise ValueError(f"expert id {given[token, k]} is not below {logits.shape[1]}")
+    ids = numpy.empty((given.shape[0], given.shape[1]), numpy.int32)
+    weights = numpy.empty((given.shape[0], given.shape[1]), numpy.float32)
+    id_view, weight_view = ids, weights
+    call.logits = &logits[0, 0]
+    call.given = &given[0, 0]
+    call.ranked = ranked
+    call.ids = &id_view[0, 0]
+    call.weights = &weight_view[0, 0]
+    call.experts = logits.shape[1]
+    call.top_k = given.shape[1]
+    with nogil:
+        parallel_for(sf_router_units[active_index()], &call, logits.shape[0], threads,
+                     logits.shape[0] * call.top_k * call.top_k)
     return ids, weights
 
 
@@ -91,7 +127,7 @@ cdef class ExpertBatch:
     def __init__(self, const float[:, ::1] x, Quantized quantized, const int32_t[:, ::1] ids,
                  Py_ssize_t num_experts, Py_ssize_t intermediate, layout):
         """x float32 [tokens, hidden]; quantized: its int8 form, for int8 experts, else None; ids int32 [tokens, top_k];
-        layout: the slice's packfile.ExpertLayout."""
+        layout: where the sections of a slice lie (layout.ExpertLayout)."""
         cdef Py_ssize_t tokens = ids.shape[0], top_k = ids.shape[1], pairs = tokens * top_k, hidden = x.shape[1]
         cdef Py_ssize_t token, k, expert, distinct = 0
         cdef int32_t[::1] next_pair, start, end, experts, pair_token, pair_slot
@@ -100,8 +136,7 @@ cdef class ExpertBatch:
         cdef Quantized h_quantized
         if x.shape[0] != tokens or pairs == 0:
             raise ValueError(f"{x.shape[0]} rows of activations, {tokens} of expert ids")
-        next_pair_array = numpy.zeros(num_experts + 1, numpy.int32)
-        next_pair = next_pair_array
+        next_pair = numpy.zeros(num_experts + 1, numpy.int32)
         for token in range(tokens):
             for k in range(top_k):
                 if not 0 <= ids[token, k] < num_experts:
@@ -128,9 +163,7 @@ cdef class ExpertBatch:
                 pair_slot[next_pair[ids[token, k]]] = <int32_t>(token * top_k + k)
                 next_pair[ids[token, k]] += 1
 
-        self.experts, self.pair_start, self.pair_end = experts.base, start.base, end.base
-        self.pair_token, self.pair_slot = pair_token.base, pair_slot.base
-        self.x, self.quantized = x.base, quantized
+        self.x, self.quantized = x, quantized
         self.out = numpy.empty((tokens, top_k, hidden), numpy.float32)
         out = self.out
         self.call.hidden = hidden
@@ -197,8 +230,9 @@ def combine(float[:, ::1] residual, const float[:, :, ::1] out, const float[:, :
     """
     cdef sf_combine call
     if (out.shape[0] != residual.shape[0] or out.shape[2] != residual.shape[1] or weights.shape[0] != out.shape[0]
-            or weights.shape[1] != out.shape[1] or shared.shape[0] != out.shape[0] or shared.shape[2] != out.shape[2]
-            or shared_gate.shape[0] != out.shape[0] or residual.shape[0] == 0):
+            or weights.shape[1] != out.shape[1] or shared.shape[0] != out.shape[0] or shared.shape[1] != 1
+            or shared.shape[2] != out.shape[2] or shared_gate.shape[0] != out.shape[0] or shared_gate.shape[1] != 1
+            or residual.shape[0] == 0):
         raise ValueError("the parts of the expert sum differ in shape")
     call.out = &out[0, 0, 0]
     call.weights = &weights[0, 0]

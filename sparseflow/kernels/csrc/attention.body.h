@@ -14,7 +14,8 @@ enum {
 
 struct sf_attention {
     float *q_gate;              /* [tokens][heads][2 * head_dim]: query, then its gate; the query is rotated in place */
-    const float *k, *v;         /* [tokens][kv_heads][head_dim] */
+    float *k;                   /* [tokens][kv_heads][head_dim], rotated in place */
+    const float *v;             /* [tokens][kv_heads][head_dim] */
     const float *q_weight, *k_weight; /* [head_dim], 1 added */
     const float *cosine, *sine; /* [tokens][rotary_dim / 2] */
     const uint64_t *key_pages, *value_pages;
@@ -61,7 +62,7 @@ static void SF_NAME(attention_append_unit)(void *argument, long token, int worke
     for (long head = 0; head < call->heads; head++)
         SF_NAME(norm_and_rotate)(call, call->q_gate + (token * call->heads + head) * 2 * dim, call->q_weight, token);
     for (long head = 0; head < call->kv_heads; head++) {
-        float *k = (float *)call->k + (token * call->kv_heads + head) * dim;
+        float *k = call->k + (token * call->kv_heads + head) * dim;
         const float *v = call->v + (token * call->kv_heads + head) * dim;
         float *lanes = key_page + (head * (SF_PAGE / 16) + slot / 16) * dim * 16 + slot % 16;
         SF_NAME(norm_and_rotate)(call, k, call->k_weight, token);

@@ -14,9 +14,6 @@
 
 #define SF_INLINE static inline __attribute__((always_inline))
 
-/* the variants of a kernel, best last; isa.pyx uses the same numbers */
-enum { SF_GENERIC = 0, SF_AVX2 = 1, SF_AVX512VNNI = 2 };
-
 /* within a body the 16-lane types and operations go by their bare names */
 #define F SF_NAME(sf_f)
 #define I SF_NAME(sf_i)
@@ -77,6 +74,7 @@ enum { SF_GENERIC = 0, SF_AVX2 = 1, SF_AVX512VNNI = 2 };
 #undef SF_LANES_AVX512
 #pragma GCC pop_options
 
+/* a kernel's variants in the order of isa.NAMES */
 #define SF_TABLE(name) {name##_generic, name##_avx2, name##_avx512vnni}
 #else
 #define SF_TABLE(name) {name##_generic, name##_generic, name##_generic}

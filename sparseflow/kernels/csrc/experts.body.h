@@ -34,8 +34,10 @@ struct sf_combine {
 };
 
 struct sf_router {
-    const float *logits; /* [tokens][experts] */
-    int32_t *ids;        /* [tokens][top_k], ascending */
+    const float *logits;  /* [tokens][experts] */
+    const int32_t *given; /* [tokens][top_k] to choose these, NULL to choose the largest */
+    int ranked;           /* given is ordered, heaviest first, and the weights follow that order */
+    int32_t *ids;         /* [tokens][top_k], ascending */
     float *weights;      /* [tokens][top_k] */
     long experts, top_k;
 };
@@ -103,17 +105,14 @@ static void SF_NAME(expert_gate_up_unit)(void *argument, long unit, int worker)
     for (long tile = first; tile < last; tile++) {
         long pair = call->pair_start[expert];
         const long end = call->pair_end[expert];
-        if (call->bits == 8) {
-            for (; pair + SF_INT8_ROWS <= end; pair += SF_INT8_ROWS)
-                SF_NAME(gate_up_block)(call, 8, SF_INT8_ROWS, slice, tile, pair);
-            for (; pair < end; pair++)
-                SF_NAME(gate_up_block)(call, 8, 1, slice, tile, pair);
-        } else {
-            for (; pair + SF_BF16_ROWS <= end; pair += SF_BF16_ROWS)
-                SF_NAME(gate_up_block)(call, 16, SF_BF16_ROWS, slice, tile, pair);
-            for (; pair < end; pair++)
-                SF_NAME(gate_up_block)(call, 16, 1, slice, tile, pair);
-        }
+#define INT8_STEP(count) SF_NAME(gate_up_block)(call, 8, count, slice, tile, pair)
+#define BF16_STEP(count) SF_NAME(gate_up_block)(call, 16, count, slice, tile, pair)
+        if (call->bits == 8)
+            SF_IN_BLOCKS(SF_INT8_ROWS, pair, end, INT8_STEP);
+        else
+            SF_IN_BLOCKS(SF_BF16_ROWS, pair, end, BF16_STEP);
+#undef INT8_STEP
+#undef BF16_STEP
     }
     if (last == tiles) /* the padding of a hidden row must not hold stale memory */
         for (long pair = call->pair_start[expert]; pair < call->pair_end[expert]; pair++)
@@ -141,17 +140,14 @@ static void SF_NAME(expert_down_unit)(void *argument, long unit, int worker)
     for (long tile = first; tile < last; tile++) {
         long pair = call->pair_start[expert];
         const long end = call->pair_end[expert];
-        if (call->bits == 8) {
-            for (; pair + SF_INT8_ROWS <= end; pair += SF_INT8_ROWS)
-                SF_NAME(down_block)(call, 8, SF_INT8_ROWS, slice, tile, pair);
-            for (; pair < end; pair++)
-                SF_NAME(down_block)(call, 8, 1, slice, tile, pair);
-        } else {
-            for (; pair + SF_BF16_ROWS <= end; pair += SF_BF16_ROWS)
-                SF_NAME(down_block)(call, 16, SF_BF16_ROWS, slice, tile, pair);
-            for (; pair < end; pair++)
-                SF_NAME(down_block)(call, 16, 1, slice, tile, pair);
-        }
+#define INT8_STEP(count) SF_NAME(down_block)(call, 8, count, slice, tile, pair)
+#define BF16_STEP(count) SF_NAME(down_block)(call, 16, count, slice, tile, pair)
+        if (call->bits == 8)
+            SF_IN_BLOCKS(SF_INT8_ROWS, pair, end, INT8_STEP);
+        else
+            SF_IN_BLOCKS(SF_BF16_ROWS, pair, end, BF16_STEP);
+#undef INT8_STEP
+#undef BF16_STEP
     }
 }
 
@@ -175,19 +171,23 @@ static void SF_NAME(combine_unit)(void *argument, long token, int worker)
 }
 
 /* The top_k largest logits (ties: lowest id), weights exp(logit - largest) over their sum; ids ascending.
- * Equal to softmax over all experts, top_k, renormalised: the common denominator cancels. */
+ * Equal to softmax over all experts, top_k, renormalised: the common denominator cancels.
+ * Given experts are ranked and weighted the same way, so those that the router would choose get the router's bits. */
 static void SF_NAME(router_unit)(void *argument, long token, int worker)
 {
     const struct sf_router *call = argument;
     const float *logits = call->logits + token * call->experts;
     int32_t *ids = call->ids + token * call->top_k;
     float *weights = call->weights + token * call->top_k;
+    const int32_t *given = call->given ? call->given + token * call->top_k : NULL;
+    const long candidates = given ? call->top_k : call->experts;
     (void)worker;
     for (long rank = 0; rank < call->top_k; rank++) { /* insertion into a list kept by falling logit */
         ids[rank] = -1;
         weights[rank] = -INFINITY;
     }
-    for (long expert = 0; expert < call->experts; expert++) {
+    for (long candidate = 0; candidate < candidates; candidate++) {
+        const long expert = given ? given[candidate] : candidate;
         long rank = call->top_k;
         while (rank > 0 && (ids[rank - 1] < 0 || logits[expert] > weights[rank - 1]))
             rank--;
@@ -210,6 +210,8 @@ static void SF_NAME(router_unit)(void *argument, long token, int worker)
         sum += weights[rank];
     for (long rank = 0; rank < call->top_k; rank++)
         weights[rank] /= sum;
+    if (given && call->ranked)
+        memcpy(ids, given, sizeof *ids * (size_t)call->top_k);
     for (long rank = 1; rank < call->top_k; rank++) /* insertion sort by id */
         for (long moved = rank; moved > 0 && ids[moved - 1] > ids[moved]; moved--) {
             int32_t id = ids[moved];

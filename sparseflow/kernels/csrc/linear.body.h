@@ -28,29 +28,40 @@ SF_INLINE void SF_NAME(linear_store)(const struct sf_linear *call, long tile, lo
         f_store_first(call->y + (token + m) * call->rows + row, out[m], left < 16 ? (int)left : 16);
 }
 
+SF_INLINE void SF_NAME(linear_int8_block)(const struct sf_linear *call, int count, long tile, long token)
+{
+    const long groups = (call->padded + SF_WEIGHT_GROUP - 1) / SF_WEIGHT_GROUP;
+    long rows[SF_INT8_ROWS];
+    F out[SF_INT8_ROWS];
+    for (int m = 0; m < count; m++)
+        rows[m] = token + m;
+    SF_NAME(int8_tile)(count, call->int8_tiles + tile * call->padded * SF_TILE_ROWS,
+                       call->int8_scales + tile * groups * SF_TILE_ROWS, &call->quantized, rows, out);
+    SF_NAME(linear_store)(call, tile, token, count, out);
+}
+
+SF_INLINE void SF_NAME(linear_bf16_block)(const struct sf_linear *call, int count, long tile, long token)
+{
+    long rows[SF_BF16_ROWS];
+    F out[SF_BF16_ROWS];
+    for (int m = 0; m < count; m++)
+        rows[m] = token + m;
+    SF_NAME(bf16_tile)(count, call->bf16_tiles + tile * call->padded * SF_TILE_ROWS, call->columns, call->x,
+                       call->columns, rows, out);
+    SF_NAME(linear_store)(call, tile, token, count, out);
+}
+
 static void SF_NAME(linear_int8_unit)(void *argument, long unit, int worker)
 {
     const struct sf_linear *call = argument;
-    const long groups = (call->padded + SF_WEIGHT_GROUP - 1) / SF_WEIGHT_GROUP;
     const long tiles = (call->rows + SF_TILE_ROWS - 1) / SF_TILE_ROWS;
     const long first = unit * SF_UNIT_TILES, last = first + SF_UNIT_TILES < tiles ? first + SF_UNIT_TILES : tiles;
     (void)worker;
     for (long tile = first; tile < last; tile++) {
-        const uint8_t *weights = call->int8_tiles + tile * call->padded * SF_TILE_ROWS;
-        const uint16_t *scales = call->int8_scales + tile * groups * SF_TILE_ROWS;
         long token = 0;
-        F out[SF_INT8_ROWS];
-        for (; token + SF_INT8_ROWS <= call->tokens; token += SF_INT8_ROWS) {
-            long rows[SF_INT8_ROWS];
-            for (int m = 0; m < SF_INT8_ROWS; m++)
-                rows[m] = token + m;
-            SF_NAME(int8_tile)(SF_INT8_ROWS, weights, scales, &call->quantized, rows, out);
-            SF_NAME(linear_store)(call, tile, token, SF_INT8_ROWS, out);
-        }
-        for (; token < call->tokens; token++) {
-            SF_NAME(int8_tile)(1, weights, scales, &call->quantized, &token, out);
-            SF_NAME(linear_store)(call, tile, token, 1, out);
-        }
+#define STEP(count) SF_NAME(linear_int8_block)(call, count, tile, token)
+        SF_IN_BLOCKS(SF_INT8_ROWS, token, call->tokens, STEP);
+#undef STEP
     }
 }
 
@@ -61,19 +72,9 @@ static void SF_NAME(linear_bf16_unit)(void *argument, long unit, int worker)
     const long first = unit * SF_UNIT_TILES, last = first + SF_UNIT_TILES < tiles ? first + SF_UNIT_TILES : tiles;
     (void)worker;
     for (long tile = first; tile < last; tile++) {
-        const uint16_t *weights = call->bf16_tiles + tile * call->padded * SF_TILE_ROWS;
         long token = 0;
-        F out[SF_BF16_ROWS];
-        for (; token + SF_BF16_ROWS <= call->tokens; token += SF_BF16_ROWS) {
-            long rows[SF_BF16_ROWS];
-            for (int m = 0; m < SF_BF16_ROWS; m++)
-                rows[m] = token + m;
-            SF_NAME(bf16_tile)(SF_BF16_ROWS, weights, call->columns, call->x, call->columns, rows, out);
-            SF_NAME(linear_store)(call, tile, token, SF_BF16_ROWS, out);
-        }
-        for (; token < call->tokens; token++) {
-            SF_NAME(bf16_tile)(1, weights, call->columns, call->x, call->columns, &token, out);
-            SF_NAME(linear_store)(call, tile, token, 1, out);
-        }
+#define STEP(count) SF_NAME(linear_bf16_block)(call, count, tile, token)
+        SF_IN_BLOCKS(SF_BF16_ROWS, token, call->tokens, STEP);
+#undef STEP
     }
 }

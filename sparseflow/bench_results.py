@@ -1,0 +1,78 @@
+"""From what the runs of a cell measured to the fields of results.json. bench/README.md describes each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sparseflow.footprint import Footprint
+from sparseflow.speed_of_light import Bound, SpeedOfLight
+
+Measured = Mapping[str, Any]
+"""What sparseflow.bench_cell measured in one run, and `experts_cached_before_bytes`, `experts_cached_after_bytes`."""
+
+_PHASES = ("load", "prefill", "decode")
+
+
+def measured_fields(
+    runs: Sequence[Measured], footprint: Footprint, light: SpeedOfLight, reference_ids: Sequence[int] | None
+) -> dict[str, list[Any]]:
+    """The measured fields of one cell, each a list with one value per run.
+
+    reference_ids: what the generated ids are compared with.
+    """
+    values = [_fields(run, footprint, light, reference_ids) for run in runs]
+    return {name: [value[name] for value in values] for name in (values[0] if values else ())}
+
+
+def _fields(
+    run: Measured, footprint: Footprint, light: SpeedOfLight, reference_ids: Sequence[int] | None
+) -> dict[str, Any]:
+    prefill, decode = run["prefill"], run["decode"]
+    steps, decode_s = len(run["token_s"]), sum(run["token_s"])
+    bound = _bound(light, footprint.bytes_per_token * steps, decode, footprint)
+    first_bound = _bound(light, footprint.dense_bytes + prefill["requests"] * footprint.expert_bytes, prefill, footprint)
+    return {
+        "load_s": run["load_s"],
+        "ttft_s": run["ttft_s"],
+        "decode_tok_s": steps / decode_s,
+        "token_p50_s": float(np.percentile(run["token_s"], 50)),
+        "token_p95_s": float(np.percentile(run["token_s"], 95)),
+        "peak_rss_bytes": run["peak_rss_bytes"],
+        "logical_requests": prefill["requests"] + decode["requests"],
+        "hits": prefill["hits"] + decode["hits"],
+        "misses": prefill["misses"] + decode["misses"],
+        "evictions": prefill["evictions"] + decode["evictions"],
+        "admitted_bytes": _sum([run[phase]["admitted_bytes"] for phase in _PHASES]),
+        "physical_bytes": _sum([run[phase]["physical_bytes"] for phase in _PHASES]),
+        "experts_cached_before_bytes": run["experts_cached_before_bytes"],
+        "experts_cached_after_bytes": run["experts_cached_after_bytes"],
+        "token_memory_bound_s": bound.memory_s / steps,
+        "token_disk_bound_s": None if bound.disk_s is None else bound.disk_s / steps,
+        "bound_fraction": _fraction(bound.overlapped_s, decode_s),
+        "sum_bound_fraction": _fraction(bound.sum_s, decode_s),
+        "ttft_bound_fraction": _fraction(first_bound.overlapped_s, run["ttft_s"]),
+        "tokens_match": None if reference_ids is None else run["ids"] == reference_ids,
+        "token_s": run["token_s"],
+        "ids": run["ids"],
+        "phases": {phase: run[phase] for phase in _PHASES},
+    }
+
+
+def _bound(light: SpeedOfLight, touched: int, phase: Mapping[str, Any], footprint: Footprint) -> Bound:
+    """The bound of a phase. The disk had to deliver what was missed, unless the page cache served some of it; what it read
+    beyond that was not needed."""
+    missed, read = phase["misses"] * footprint.expert_bytes, phase["physical_bytes"]
+    return light.bound(touched, missed if read is None else min(missed, read))
+
+
+def _fraction(bound_s: float | None, seconds: float) -> float | None:
+    return None if bound_s is None else bound_s / seconds
+
+
+def _sum(counts: Sequence[int | None]) -> int | None:
+    """None when any of them is unknown."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
