@@ -9,17 +9,23 @@ whatever else the machine does falls on both. A round of either is llama-bench's
 untimed run of each prompt length, then timed once: the prompt with the logits of its last position; then, for decode, single
 tokens from an empty context. Loading is outside the timed window. llama.cpp runs with the settings llama-bench chooses.
 The memory must hold the larger of the two models; each is read from disk again if it does not hold both.
+
+How to read it: each round also says how many processors other work (or the hypervisor) took meanwhile. Engines that wait for
+each other's threads by spinning lose far more than that share, so take figures only from rounds where it is near zero.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +40,8 @@ from sparseflow.errors import OptionError, SparseFlowError
 from sparseflow.evidence import peak_rss_bytes
 from sparseflow.kernels import isa
 from sparseflow.kernels.threads import check_threads
+from sparseflow.model import model_folder
+from sparseflow.packfile import read_manifest
 
 Speeds = dict[str, float]
 """Name of a test -> tokens per second."""
@@ -87,8 +95,8 @@ def run_sparseflow(model: str, prompts: list[int], decode: int, threads: int, se
 
 
 def run_in_fresh_process(*arguments: Any) -> tuple[Speeds, dict[str, Any]]:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(run_sparseflow, arguments)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(run_sparseflow, *arguments).result()
 
 
 def run_llama_bench(
@@ -114,6 +122,26 @@ def run_llama_bench(
     return speeds, {key: results[0][key] for key in kept if key in results[0]}
 
 
+class OtherWork:
+    """How many processors were busy with something else than this process and its children, since it was made."""
+
+    def __init__(self) -> None:
+        self.begun = self._now()
+
+    def processors(self) -> float:
+        seconds, busy, own = (now - then for now, then in zip(self._now(), self.begun, strict=True))
+        return max(0.0, (busy - own) / seconds)
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        """Wall-clock seconds, busy processor seconds of the machine, those of this process and its ended children."""
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        user, nice, system, _idle, _iowait, irq, softirq, steal = (int(field) for field in fields)
+        busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return time.monotonic(), busy, sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
 def summary(samples: list[float]) -> dict[str, Any]:
     return {"median": statistics.median(samples), "min": min(samples), "max": max(samples), "samples": samples}
 
@@ -133,7 +161,7 @@ def table(tests: dict[str, dict[str, Any]], decode: str, about: dict[str, dict[s
 @click.argument("gguf", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--llama-bench", required=True, type=click.Path(path_type=Path), help="llama.cpp's program of that name.")
 @click.option(
-    "--prompt", "prompts", multiple=True, type=click.IntRange(1), default=(128, 512), show_default=True, help="Tokens of a prefill."
+    "--prompt", "prompts", multiple=True, type=click.IntRange(1), default=(128, 512), show_default=True, help="Tokens to prefill."
 )
 @click.option("--decode", type=click.IntRange(1), default=64, show_default=True, help="Tokens decoded one by one.")
 @click.option("--threads", type=int, help="Of both engines.  [default: the cores this process may use]")
@@ -152,23 +180,33 @@ def main(
     """Compare llama.cpp on a GGUF file with SparseFlow on the packed MODEL it was exported from."""
     threads = check_threads(threads)
     lengths = list(dict.fromkeys(prompts))
+    read_manifest(model_folder(model))
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise OptionError(f"--json {json_file}: the folder {json_file.absolute().parent} does not exist, make it first")
     samples: dict[str, dict[str, list[float]]] = {}
     about: dict[str, dict[str, Any]] = {}
+    others: list[float] = []
     for turn in range(repeats):
         for engine in ENGINES if turn % 2 == 0 else reversed(ENGINES):
+            other = OtherWork()
             if engine == "llama.cpp":
                 speeds, about[engine] = run_llama_bench(llama_bench, gguf, lengths, decode, threads)
             else:
                 speeds, about[engine] = run_in_fresh_process(model, lengths, decode, threads, turn)
             for name, speed in speeds.items():
                 samples.setdefault(name, {}).setdefault(engine, []).append(speed)
+            others.append(other.processors())
             shown = ", ".join(f"{name} {speed:.2f}" for name, speed in speeds.items())
-            print(f"round {turn + 1} of {repeats}, {engine}: {shown} tok/s", file=sys.stderr)
+            print(
+                f"round {turn + 1} of {repeats}, {engine}: {shown} tok/s; other work took {others[-1]:.2f} processors",
+                file=sys.stderr,
+            )
     tests = {}
     for name, by_engine in samples.items():
         cells: dict[str, Any] = {engine: summary(by_engine[engine]) for engine in ENGINES}
         tests[name] = cells | {"ratio": cells["sparseflow"]["median"] / cells["llama.cpp"]["median"]}
     print(table(tests, decode_name(decode), about))
+    print(f"other work took {min(others):.2f}–{max(others):.2f} processors during the rounds")
     if json_file is not None:
         report = {
             "benchmark": "llama_cpp",
@@ -179,6 +217,7 @@ def main(
             "repeats": repeats,
             "model": Path(model).name,
             "gguf": gguf.name,
+            "processors_taken_by_other_work": others,
             "engines": about,
             "tests": tests,
         }

@@ -142,7 +142,7 @@ def _read_direct(store: PackedStore, extents: Sequence[Extent], deadline: float)
             if time.perf_counter() >= deadline:
                 break
             if os.preadv(descriptor, [buffer], _offset(store, extent)) != store.stride:
-                raise StorageError(f"{store.path}: expert {extent[1]} of layer {extent[0]} ends early; copy or pack the model again")
+                raise StorageError(f"{store.path}: layer {extent[0]}, expert {extent[1]}: ends early; pack the model again")
             done += 1
         return done
 

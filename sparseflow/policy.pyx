@@ -37,7 +37,7 @@ cdef enum:
 cdef float DISCOUNT = 0.5       # of a use one token later
 cdef float SHIFT = 2.5          # buckets that a whole round of layers is worth: a chance right ahead counts a quarter more
 cdef float DECAY = 0.93         # of a use, per token
-cdef float SLOWEST = 0.002      # least step of a cell's value towards what was seen
+cdef float SLOWEST = 0.02       # least step of a cell's value towards what was seen
 cdef float UNKNOWN = 0.05       # value of a cell that was never seen
 
 

@@ -59,7 +59,7 @@ class RouteReplay:
 
         * NAME_ids [tokens, layers, top_k], in router order, and NAME_n_prefill;
         * NAME_decode_sets [steps, layers, top_k] and NAME_prefill_union [layers, n], padded with -1: of a prompt of 41 tokens
-          only the experts that any of them used are known, and they are dealt out to its tokens in turn, over and over.
+          only the experts that any of them used are known, and its tokens draw from those at random.
 
         Raises OptionError when there is no such file or name, or the arrays are no routes.
         """
@@ -129,15 +129,25 @@ def _read(file: str, prefix: str) -> tuple[list[str], dict[str, NDArray[np.gener
 
 
 def _prompt_of(union: NDArray[np.generic], decode: NDArray[np.generic], label: str) -> NDArray[np.int64]:
-    """Expert ids int64 [41, layers, top_k] whose union in each layer is the recorded one: experts dealt out in turn."""
+    """Expert ids int64 [41, layers, top_k] whose union in each layer is the recorded one.
+
+    Who used which is not known: every token draws at random, so that nothing recurs with a period of its own; some draw without
+    putting back until all are drawn. The draws are the same every time.
+    """
     if union.dtype.kind != "i" or union.ndim != 2 or decode.ndim != 3 or len(union) != decode.shape[1]:
-        raise OptionError(f"{label}: a prompt {list(union.shape)} does not belong to steps {list(decode.shape)}, [layers, n] and [steps, layers, top_k]")
+        raise OptionError(
+            f"{label}: a prompt {list(union.shape)}, [layers, n], does not belong to steps {list(decode.shape)}, [steps, layers, top_k]"
+        )
     top_k = decode.shape[2]
-    places = np.arange(UNION_PROMPT_TOKENS * top_k).reshape(UNION_PROMPT_TOKENS, top_k)
+    draws = np.random.default_rng(0)
     prompt = np.empty((UNION_PROMPT_TOKENS, len(union), top_k), np.int64)
     for layer, row in enumerate(union.astype(np.int64)):
         experts = np.unique(row[row >= 0])
-        if not top_k <= len(experts) <= places.size:
+        if not top_k <= len(experts) <= UNION_PROMPT_TOKENS * top_k:
             raise OptionError(f"{label}: {len(experts)} experts in layer {layer} cannot be those of {UNION_PROMPT_TOKENS} tokens")
-        prompt[:, layer] = experts[places % len(experts)]
+        deck = draws.permutation(experts)
+        deck = np.append(deck, draws.choice(deck[: len(deck) // top_k * top_k], -len(deck) % top_k, replace=False))
+        hands = [*deck.reshape(-1, top_k)]
+        hands += [draws.choice(experts, top_k, replace=False) for _ in range(UNION_PROMPT_TOKENS - len(hands))]
+        prompt[:, layer] = draws.permutation(hands)
     return prompt

@@ -193,6 +193,7 @@ def test_a_trace_of_a_later_version(tmp_path: Path) -> None:
     "changes",
     [
         {"hit": None},
+        {"replayed": None},
         {"hit": np.zeros((4, LAYERS, TOP_K + 1), np.bool_)},
         {"expert_ids": np.zeros((4, LAYERS), np.int16)},
         {"expert_ids": np.zeros((4, LAYERS, TOP_K), np.float32)},

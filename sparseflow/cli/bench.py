@@ -43,7 +43,7 @@ _GIGA = 1e9
 @click.option("--prompt-tokens", type=click.IntRange(min=1), metavar="N",
               help=f"Length of the prompt.  [default: {PROMPT_TOKENS}, or that of the replay]")
 @click.option("--tokens", type=click.IntRange(min=2), default=32, show_default=True, metavar="N", help="Tokens to generate.")
-@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, metavar="N", help="Recorded runs of each cache.")
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, metavar="N", help="Runs of each cache.")
 @click.option("--threads", type=int, metavar="N", help="Compute threads.  [default: the cores this process may use]")
 @click.option("--out", type=click.Path(file_okay=False), metavar="DIR", help=f"Write DIR/{RESULTS_FILE}.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON instead of a table.")
@@ -154,12 +154,14 @@ def as_text(results: dict[str, Any]) -> str:
         "",
         *table([_HEADINGS, *(table_row(cell, workload["new_tokens"] - 1, model["expert_bytes"]) for cell in results["cells"])]),
     ]
-    notes = [f"{cell['name']}: {'stopped' if cell.get('ids') else 'not run'}, {cell['not_run']}" for cell in results["cells"] if cell["not_run"]]
+    notes = []
     for cell in results["cells"]:
+        if cell["not_run"] is not None:
+            notes.append(f"{cell['name']}: {'stopped' if cell.get('ids') else 'not run'}, {cell['not_run']}")
         if not all(cell.get("tokens_match", [])):
             notes.append(f"{cell['name']}: its tokens differ from those of {cell['tokens_match_with']}")
     if speeds["disk_error"] is not None:
-        notes.append(f"disk not measured: {speeds['disk_error']}")
+        notes.append(f"disk measured {len(speeds['disk'])} times of 2: {speeds['disk_error']}")
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
@@ -213,8 +215,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     rule = [f"{'-' * width}" if column == 0 else f"{'-' * (width - 1)}:" for column, width in enumerate(widths)]
     aligned = [
-        [value.ljust(width) if column == 0 else value.rjust(width) for column, (value, width) in enumerate(zip(row, widths, strict=True))]
-        for row in rows
+        [row[0].ljust(widths[0]), *(value.rjust(width) for value, width in zip(row[1:], widths[1:], strict=True))] for row in rows
     ]
     return [f"| {' | '.join(row)} |" for row in (aligned[0], rule, *aligned[1:])]
 

@@ -43,7 +43,13 @@ PROMPTS = [
     "<|im_start|>user\nWhat do bees live in?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
     "<|im_start|>user\nTell me a story.<|im_end|>\n<|im_start|>assistant\n",
 ]
-TEXTS = [*PROMPTS, "it's 1234,5 or I'LL see", "Straße, naïve, 漢字 한글 हिन्दी 🦊", " \t two  spaces \n\n\r\n end ", "<|im_end|><think>x</think>"]
+TEXTS = [
+    *PROMPTS,
+    "it's 1234,5 or I'LL see",
+    "Straße, naïve, 漢字 한글 हिन्दी 🦊",
+    " \t two  spaces \n\n\r\n end ",
+    "<|im_end|><think>x</think>",
+]
 
 # llama.cpp has one size for the keys and values of linear attention, and aborts on models with one kind of layer.
 HELD = [
