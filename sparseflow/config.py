@@ -5,7 +5,7 @@ Sizes are named as in the configuration of `qwen3_5_moe`. Nothing else in the pa
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -207,7 +207,7 @@ class _Fields:
 
     def positive(self, name: str) -> float:
         value = self._present(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
             self.fail(f"{name} is {value!r}, it must be a positive number")
         return float(value)
 

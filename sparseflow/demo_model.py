@@ -25,7 +25,10 @@ def packed_folder() -> Path:
     The name carries the format version and a digest of the checkpoint, so an update of either is packed anew. Raises StorageError
     when the directory cannot be written.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparseflow"
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparseflow"
+    except RuntimeError as error:
+        raise StorageError("no home directory is known to pack the demo into: set XDG_CACHE_HOME to a directory") from error
     checkpoint = checkpoint_folder()
     digest = hashlib.sha256()
     for path in sorted(checkpoint.iterdir()):

@@ -202,6 +202,8 @@ cdef class LeaseTable:
     def __cinit__(self, PackedStore store not None, slots: int):
         if slots < 1:
             raise OptionError(f"a cache of {slots} experts; it takes at least 1")
+        if store.closed:
+            raise SparseFlowError("the store is not open; open it with PackedStore")
         self.store = store
         if table_init(&self.table, &store.extents, store.num_layers, min(slots, store.num_layers * store.num_experts)) != 0:
             raise MemoryError

@@ -62,6 +62,8 @@ def load(
     context = check_context(context, manifest.geometry)
     if isinstance(prefill_chunk, bool) or not isinstance(prefill_chunk, int) or prefill_chunk < 1:
         raise OptionError(f"prefill_chunk is {prefill_chunk!r}: give a whole number of at least 1")
+    if not isinstance(strict, bool):
+        raise OptionError(f"strict is {strict!r}: give True or False")
     slots = Footprint.of(manifest).cache_slots(cache, context)
     return Model(manifest, slots, cache == "resident", threads, strict, context, prefill_chunk, progress)
 
@@ -137,7 +139,7 @@ class Model:
 
         Raises OptionError when the replay is not for a model of this geometry.
         """
-        self._require_open()
+        self.require_open()
         return Session(self, trace=trace, replay=replay)
 
     def generate(
@@ -226,7 +228,8 @@ class Model:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """Raises SparseFlowError when the model is closed."""
         if self.store.closed:
             raise SparseFlowError("the model is closed: open it again with sparseflow.load")
 

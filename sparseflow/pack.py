@@ -53,6 +53,8 @@ def pack_checkpoint(
         if value not in BITS:
             raise OptionError(f"{option} is {value!r}, it must be one of {', '.join(BITS)}")
     folder = Path(destination)
+    if folder.exists() and Path(source).exists() and folder.samefile(source):
+        raise OptionError(f"{folder}: is the checkpoint itself, choose a folder that does not exist")
     try:
         with Checkpoint(source) as checkpoint:
             copied = _files_to_copy(checkpoint.folder)
@@ -60,6 +62,9 @@ def pack_checkpoint(
             headers = packfile.headers(checkpoint.geometry, BITS[experts], BITS[dense])
             resumed = _claim(folder, sum(header.file_bytes for header in headers.values()))
             with Journal(folder) as journal:
+                if (folder / packfile.MANIFEST_FILE).exists():  # another process finished it before this one had the lock
+                    journal.path.unlink()
+                    raise OptionError(f"{folder}: is a finished pack already, choose another folder or delete it")
                 if journal.identity is None:
                     journal.begin(identity)
                 elif journal.identity != identity:
@@ -107,7 +112,10 @@ def _claim(folder: Path, size: int) -> bool:
             "make room or choose another disk"
         )
     if not resumed:
-        folder.mkdir()
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            raise OptionError(f"{folder}: another process has just begun to pack into it, wait for it or choose another") from None
     return resumed
 
 
@@ -126,11 +134,16 @@ def _files_to_copy(source: Path) -> list[str]:
     for name in names:
         if name.endswith(".json"):
             read_json(source / name)
+        elif not (source / name).is_file():
+            raise CheckpointError(f"{source / name}: is not a file")
     return names
 
 
 def _copy(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)
+    try:
+        shutil.copyfile(source, target)
+    except OSError as error:  # which would name the source whichever of the two was at fault
+        raise StorageError(f"{target}: cannot be copied from {source}: {error.strerror}") from None
     descriptor = os.open(target, os.O_RDONLY)
     try:
         os.fsync(descriptor)

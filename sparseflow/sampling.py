@@ -48,6 +48,11 @@ class SamplingOptions:
         _check_real("repetition_penalty", self.repetition_penalty, 0.01, 100.0, "a number from 0.01 to 100")
         if self.seed is not None:
             _check_integer("seed", self.seed)
+            object.__setattr__(self, "seed", int(self.seed))
+        # An unsigned numpy integer would turn round when negated.
+        object.__setattr__(self, "top_k", int(self.top_k))
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            object.__setattr__(self, name, float(getattr(self, name)))
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any]) -> SamplingOptions:
@@ -139,7 +144,11 @@ def _given(config: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def _check_real(name: str, value: Any, low: float, high: float, allowed: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low <= float(value) <= high or not math.isfinite(value):
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, numbers.Real) else float(value)
+    except OverflowError:
+        number = math.inf
+    if not low <= number <= high or math.isinf(number):
         raise OptionError(f"{name} is {value!r}, expected {allowed}")
 
 

@@ -76,6 +76,7 @@ class Session:
         experts cannot be read, SparseFlowError when the session is closed or an earlier forward was broken off.
         """
         with self._lock:
+            self._model.require_open()
             state = self._live()
             tokens = self._checked(ids, state.position)
             chunk = self._model.prefill_chunk

@@ -12,7 +12,7 @@ _FACTORS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
     _FACTORS[_letter] = _FACTORS[f"{_letter}IB"] = 1024**_power
     _FACTORS[f"{_letter}B"] = 1000**_power
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*")
 _LARGEST = 2**63 - 1
 
 

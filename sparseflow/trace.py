@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -175,7 +176,8 @@ class RouteTrace:
                 )
             os.replace(partial, path)
         except OSError as error:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink()
             raise StorageError(f"{path}: the trace cannot be written: {error.strerror or error}") from error
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -65,7 +66,7 @@ class DenseCore:
     They are read into one piece of anonymous memory, which no pressure from the experts' file mapping can push out, in huge
     pages where the system has them; only the shared experts' projections lie apart, since SharedExpert rearranges them and
     lets them go. Raises StorageError when the disk refuses, CapacityError when there is no memory, PackedModelError when the
-    file ends early. `progress(done, total)` is called with bytes.
+    file ends early or a tensor's checksum differs. `progress(done, total)` is called with bytes.
     """
 
     def __init__(
@@ -85,12 +86,16 @@ class DenseCore:
                     position += kept[name]
                 else:
                     data = np.empty(entry.bytes, np.uint8)
+                checksum = 0
                 for start in range(0, entry.bytes, _READ_BYTES):
                     part = data.data[start : start + _READ_BYTES]
                     _read_into(descriptor, part, entry.offset + start, f"{path}: {name}")
+                    checksum = zlib.crc32(part, checksum)
                     done += len(part)
                     if progress is not None:
                         progress(done, self.nbytes)
+                if checksum != entry.crc32:
+                    raise PackedModelError(f"{path}: {name} is damaged (its checksum differs), pack the checkpoint again with sf-pack")
                 if entry.kind == "f32":
                     self.arrays[name] = data.view(np.float32).reshape(entry.shape)
                 else:
@@ -120,26 +125,24 @@ class SharedExpert:
 
 
 class Embedding:
-    """The token embedding, bfloat16 [vocab, hidden], mapped; rows are gathered and their pages let go at once."""
+    """The token embedding, bfloat16 [vocab, hidden], read by row: it is never resident as a whole.
+
+    Rows are read, not mapped: a run would map 64 KiB around each, and a file cut short would be a signal instead of an error.
+    """
 
     def __init__(self, manifest: Manifest) -> None:
-        path = manifest.folder / EMBED_FILE
-        rows, columns = manifest.geometry.vocab_size, manifest.geometry.hidden_size
-        with _open(path) as descriptor:
-            try:
-                self._map = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-            except (OSError, ValueError) as error:
-                raise StorageError(f"{path}: cannot be mapped: {error}") from error
-        self._map.madvise(mmap.MADV_RANDOM)
-        count = rows * columns
-        self._rows = np.frombuffer(self._map, np.uint16, count, HEADER_BYTES).reshape(rows, columns)
+        self._path = manifest.folder / EMBED_FILE
+        self._columns = manifest.geometry.hidden_size
+        self._file = _open(self._path)
 
     def __call__(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Rows of the tokens `ids`, float32 [tokens, hidden]."""
-        rows = self._rows[ids].astype(np.uint32) << 16
-        # A fault maps 64 KiB around a row; a long run would otherwise make the whole table resident.
-        self._map.madvise(mmap.MADV_DONTNEED)
-        return rows.view(np.float32)
+        rows = np.empty((len(ids), self._columns), np.uint16)
+        for row, token in zip(rows, ids.tolist(), strict=True):
+            _read_into(
+                self._file.descriptor, row.view(np.uint8).data, HEADER_BYTES + token * row.nbytes, f"{self._path}: token {token}"
+            )
+        return (rows.astype(np.uint32) << 16).view(np.float32)
 
 
 def _anonymous(size: int, what: str) -> NDArray[np.uint8]:
@@ -159,6 +162,7 @@ class _open:
     """A file descriptor for reading, as a context."""
 
     def __init__(self, path: os.PathLike[str]) -> None:
+        self.descriptor = -1
         try:
             self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -168,7 +172,15 @@ class _open:
         return self.descriptor
 
     def __exit__(self, *exception: object) -> None:
-        os.close(self.descriptor)
+        self.close()
+
+    def close(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _read_into(descriptor: int, part: memoryview, offset: int, what: str) -> None:

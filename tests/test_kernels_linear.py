@@ -96,6 +96,16 @@ def test_extreme_codes_do_not_saturate(each_isa: str) -> None:
     assert int8_product(-weight, np.abs(x))[0, 0] == pytest.approx(-scale * 127 * 3 * 128, rel=1e-6)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", [0, 17, 40])
+def test_what_is_not_finite_is_not_hidden_by_codes(each_isa: str, value: float, place: int) -> None:
+    weight, x = random_case(20, 48, 3)
+    x[1, place] = value
+    product = int8_product(weight, x)
+    assert np.isnan(product[1]).all()
+    assert np.isfinite(product[[0, 2]]).all()
+
+
 def test_read_only_inputs_are_accepted(each_isa: str) -> None:
     weight, x = random_case(20, 64, 2)
     tiles = tile_bf16(to_bf16_bits(weight))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import shutil
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from sparseflow.memory import INTERPRETER_BYTES, cache_for
     ("option", "value"),
     [
         ("threads", 0), ("threads", "2"), ("threads", True), ("context", 0), ("context", 4097), ("prefill_chunk", 0),
-        ("cache", "lots"), ("cache", "-1"), ("cache", None), ("cache", 1.5), ("cache", True), ("cache", ""),
+        ("cache", "lots"), ("cache", "-1"), ("cache", None), ("cache", 1.5), ("cache", True), ("cache", ""), ("strict", "no"),
     ],
 )
 def test_bad_arguments_are_named(packed_demo: Path, option: str, value: object) -> None:
@@ -101,3 +103,35 @@ def test_auto_takes_what_is_left() -> None:
     assert cache_for(available=INTERPRETER_BYTES + 1000, resident=300, all_experts=500, smallest=100) == 500
     with pytest.raises(CapacityError, match="needs"):
         cache_for(available=INTERPRETER_BYTES + 1000, resident=950, all_experts=500, smallest=100)
+
+
+def test_a_forked_child_computes_the_same(packed_demo: Path) -> None:
+    with sparseflow.load(packed_demo, cache="1MiB", threads=2) as model:
+        expected = model.session().forward([1, 2, 3]).tobytes()
+        fork = multiprocessing.get_context("fork")
+        receiver, sender = fork.Pipe(duplex=False)
+        child = fork.Process(target=lambda: sender.send_bytes(model.session().forward([1, 2, 3]).tobytes()))
+        child.start()
+        assert receiver.poll(60), "the child hangs"
+        assert receiver.recv_bytes() == expected
+        child.join()
+
+
+def test_damage_to_the_dense_core_is_found_when_it_is_read(packed_demo: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(packed_demo, tmp_path / "damaged")
+    with open(folder / "dense.sfx", "r+b") as file:
+        file.seek(100_000)
+        byte = file.read(1)
+        file.seek(100_000)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(PackedModelError, match="dense.sfx: .* is damaged"):
+        sparseflow.load(folder)
+
+
+def test_an_embedding_cut_while_open_is_an_error(packed_demo: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(packed_demo, tmp_path / "cut")
+    with sparseflow.load(folder, cache="1MiB") as model:
+        session = model.session()
+        os.truncate(folder / "embed.sfx", 4096)
+        with pytest.raises(PackedModelError, match="embed.sfx: token 4000"):
+            session.forward([4000])

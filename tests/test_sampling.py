@@ -126,3 +126,16 @@ def test_the_last_candidate_can_be_drawn_and_none_beyond():
     sampler = Sampler(SamplingOptions(temperature=1.0))
     sampler._random = Ones()
     assert sampler.next(logits_of(0, 0, 0)) == 2
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint32, np.uint64, np.int64])
+def test_numpy_numbers_mean_what_they_say(kind: type) -> None:
+    options = SamplingOptions(temperature=np.float32(1), top_k=kind(5), seed=kind(1))
+    assert (type(options.top_k), options.top_k) == (int, 5)
+    ids, _ = candidates(np.random.default_rng(0).standard_normal(100).astype(np.float32), options)
+    assert len(ids) == 5
+
+
+def test_a_number_beyond_float_is_refused() -> None:
+    with pytest.raises(OptionError, match="temperature"):
+        SamplingOptions(temperature=10**400)

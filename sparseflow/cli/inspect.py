@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from sparseflow.cli.options import EXIT_STATUSES, SparseFlowCommand, engine_options
+from sparseflow.errors import CapacityError
 from sparseflow.footprint import Footprint
 from sparseflow.kernels import isa
 from sparseflow.kernels.threads import check_threads
@@ -42,7 +43,14 @@ def inspect(model: str, cache: str, threads: int | None, strict: bool, context: 
 def describe(manifest: Manifest, cache: str, context: int, threads: int, strict: bool) -> dict[str, Any]:
     """Everything the command knows, by name; sizes in bytes."""
     footprint = Footprint.of(manifest)
-    slots = footprint.cache_slots(cache, context)
+    problem = None
+    try:
+        slots = footprint.cache_slots(cache, context)
+    except CapacityError as error:
+        if cache != "auto":
+            raise
+        # This command is there to say what a run needs, above all where there is too little.
+        slots, problem = footprint.smallest_cache_slots, str(error)
     cache_bytes = slots * footprint.expert_bytes
     return {
         "folder": str(manifest.folder),
@@ -58,6 +66,7 @@ def describe(manifest: Manifest, cache: str, context: int, threads: int, strict:
             "threads": threads,
             "strict": strict,
             "isa": isa.active(),
+            "problem": problem,
         },
     }
 
@@ -117,6 +126,8 @@ def as_text(described: dict[str, Any]) -> str:
         row("memory", f"{format_bytes(run['memory_bytes'])} and the interpreter"),
         row("compute", f"{run['threads']} thread{'' if run['threads'] == 1 else 's'}, {run['isa']}"),
     ]
+    if run["problem"] is not None:
+        lines.append(row("but", run["problem"]))
     return "\n".join(lines)
 
 

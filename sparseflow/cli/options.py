@@ -64,6 +64,8 @@ def check_early(sampling: dict[str, Any], stop: tuple[str, ...], trace_file: str
     """OptionError for what can be known to be wrong before the weights are read, which may take minutes."""
     SamplingOptions().replace(**sampling)
     StopStrings(stop)
+    if trace_file is not None and (not trace_file or (os.path.lexists(trace_file) and not Path(trace_file).is_file())):
+        raise OptionError(f"--trace {trace_file!r}: is not the name of a file")
     if trace_file is not None and not Path(trace_file).absolute().parent.is_dir():
         raise OptionError(f"--trace {trace_file}: the folder {Path(trace_file).absolute().parent} does not exist, make it first")
 

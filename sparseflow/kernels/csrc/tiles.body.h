@@ -173,7 +173,8 @@ SF_INLINE void SF_NAME(bf16_tile)(int count, const uint16_t *tile, long columns,
         out[m] = f_add(f_add(chain[m][0], chain[m][1]), f_add(chain[m][2], chain[m][3]));
 }
 
-/* Symmetric int8 codes of one row: per group of 32, scale = amax / 127, code = round(x * (127 / amax)). */
+/* Symmetric int8 codes of one row: per group of 32, scale = amax / 127, code = round(x * (127 / amax)).
+ * A NaN or an infinity makes the group's scale NaN, so that it is seen at the logits: codes alone would hide it. */
 SF_INLINE void SF_NAME(quantize_row)(const float *x, long columns, const struct sf_quantized *to, long row)
 {
     const long groups = to->padded / SF_ACTIVATION_GROUP;
@@ -184,6 +185,8 @@ SF_INLINE void SF_NAME(quantize_row)(const float *x, long columns, const struct 
         F low = here > 0 ? f_load_first(x + start, here < 16 ? (int)here : 16) : f_set1(0.0f);
         F high = here > 16 ? f_load_first(x + start + 16, here < 32 ? (int)here - 16 : 16) : f_set1(0.0f);
         float largest = f_largest(f_max(f_abs(low), f_abs(high)));
+        const F zero = f_set1(0.0f);
+        const float poison = f_sum(f_fma(low, zero, f_mul(high, zero))); /* 0, or NaN */
         float scale = 0.0f, inverse = 0.0f;
         if (largest >= 1e-30f) { /* below it 127 / largest could overflow */
             scale = largest / 127.0f;
@@ -194,7 +197,7 @@ SF_INLINE void SF_NAME(quantize_row)(const float *x, long columns, const struct 
         int32_t sum = 0;
         for (int k = 0; k < SF_ACTIVATION_GROUP; k++)
             sum += codes[start + k];
-        to->scales[row * groups + group] = scale;
+        to->scales[row * groups + group] = poison == 0.0f ? scale : poison;
         to->corrections[row * groups + group] = -128 * sum;
     }
 }
