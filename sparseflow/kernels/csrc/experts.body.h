@@ -93,31 +93,41 @@ SF_INLINE void SF_NAME(down_block)(const struct sf_experts *call, int bits, int 
                       left < 16 ? (int)left : 16);
 }
 
-static void SF_NAME(expert_gate_up_unit)(void *argument, long unit, int worker)
+/* SF_UNIT_TILES row tiles of one expert's gate and up, or of its down, for all its pairs; down is a constant */
+SF_INLINE void SF_NAME(expert_tiles)(const struct sf_experts *call, int down, long unit)
 {
-    const struct sf_experts *call = argument;
-    const long tiles = (call->intermediate + SF_TILE_ROWS - 1) / SF_TILE_ROWS;
+    const long rows = down ? call->hidden : call->intermediate;
+    const long tiles = (rows + SF_TILE_ROWS - 1) / SF_TILE_ROWS;
     const long units = (tiles + SF_UNIT_TILES - 1) / SF_UNIT_TILES;
     const long expert = unit / units, first = unit % units * SF_UNIT_TILES;
     const long last = first + SF_UNIT_TILES < tiles ? first + SF_UNIT_TILES : tiles;
+    const long start = call->pair_start[expert], end = call->pair_end[expert];
     const uint8_t *slice = (const uint8_t *)(uintptr_t)call->addresses[expert];
-    (void)worker;
     for (long tile = first; tile < last; tile++) {
-        long pair = call->pair_start[expert];
-        const long end = call->pair_end[expert];
-#define INT8_STEP(count) SF_NAME(gate_up_block)(call, 8, count, slice, tile, pair)
-#define BF16_STEP(count) SF_NAME(gate_up_block)(call, 16, count, slice, tile, pair)
+        long pair = start;
+#define BLOCK(bits, count)                                              \
+    (down ? SF_NAME(down_block)(call, bits, count, slice, tile, pair)   \
+          : SF_NAME(gate_up_block)(call, bits, count, slice, tile, pair))
+#define INT8_STEP(count) BLOCK(8, count)
+#define BF16_STEP(count) BLOCK(16, count)
         if (call->bits == 8)
             SF_IN_BLOCKS(SF_INT8_ROWS, pair, end, INT8_STEP);
         else
             SF_IN_BLOCKS(SF_BF16_ROWS, pair, end, BF16_STEP);
 #undef INT8_STEP
 #undef BF16_STEP
+#undef BLOCK
     }
-    if (last == tiles) /* the padding of a hidden row must not hold stale memory */
-        for (long pair = call->pair_start[expert]; pair < call->pair_end[expert]; pair++)
+    if (!down && last == tiles) /* the padding of a hidden row must not hold stale memory */
+        for (long pair = start; pair < end; pair++)
             memset(call->h + pair * call->intermediate_padded + tiles * SF_TILE_ROWS, 0,
                    4 * (size_t)(call->intermediate_padded - tiles * SF_TILE_ROWS));
+}
+
+static void SF_NAME(expert_gate_up_unit)(void *argument, long unit, int worker)
+{
+    (void)worker;
+    SF_NAME(expert_tiles)(argument, 0, unit);
 }
 
 static void SF_NAME(expert_quantize_unit)(void *argument, long expert, int worker)
@@ -130,25 +140,8 @@ static void SF_NAME(expert_quantize_unit)(void *argument, long expert, int worke
 
 static void SF_NAME(expert_down_unit)(void *argument, long unit, int worker)
 {
-    const struct sf_experts *call = argument;
-    const long tiles = (call->hidden + SF_TILE_ROWS - 1) / SF_TILE_ROWS;
-    const long units = (tiles + SF_UNIT_TILES - 1) / SF_UNIT_TILES;
-    const long expert = unit / units, first = unit % units * SF_UNIT_TILES;
-    const long last = first + SF_UNIT_TILES < tiles ? first + SF_UNIT_TILES : tiles;
-    const uint8_t *slice = (const uint8_t *)(uintptr_t)call->addresses[expert];
     (void)worker;
-    for (long tile = first; tile < last; tile++) {
-        long pair = call->pair_start[expert];
-        const long end = call->pair_end[expert];
-#define INT8_STEP(count) SF_NAME(down_block)(call, 8, count, slice, tile, pair)
-#define BF16_STEP(count) SF_NAME(down_block)(call, 16, count, slice, tile, pair)
-        if (call->bits == 8)
-            SF_IN_BLOCKS(SF_INT8_ROWS, pair, end, INT8_STEP);
-        else
-            SF_IN_BLOCKS(SF_BF16_ROWS, pair, end, BF16_STEP);
-#undef INT8_STEP
-#undef BF16_STEP
-    }
+    SF_NAME(expert_tiles)(argument, 1, unit);
 }
 
 /* residual += sum over the token's experts of weight * out, ascending id, + sigmoid(gate) * shared */

@@ -51,30 +51,32 @@ SF_INLINE void SF_NAME(linear_bf16_block)(const struct sf_linear *call, int coun
     SF_NAME(linear_store)(call, tile, token, count, out);
 }
 
-static void SF_NAME(linear_int8_unit)(void *argument, long unit, int worker)
+/* SF_UNIT_TILES row tiles for all tokens; bits is a constant */
+SF_INLINE void SF_NAME(linear_tiles)(const struct sf_linear *call, int bits, long unit)
 {
-    const struct sf_linear *call = argument;
     const long tiles = (call->rows + SF_TILE_ROWS - 1) / SF_TILE_ROWS;
     const long first = unit * SF_UNIT_TILES, last = first + SF_UNIT_TILES < tiles ? first + SF_UNIT_TILES : tiles;
-    (void)worker;
     for (long tile = first; tile < last; tile++) {
         long token = 0;
-#define STEP(count) SF_NAME(linear_int8_block)(call, count, tile, token)
-        SF_IN_BLOCKS(SF_INT8_ROWS, token, call->tokens, STEP);
-#undef STEP
+#define INT8_STEP(count) SF_NAME(linear_int8_block)(call, count, tile, token)
+#define BF16_STEP(count) SF_NAME(linear_bf16_block)(call, count, tile, token)
+        if (bits == 8)
+            SF_IN_BLOCKS(SF_INT8_ROWS, token, call->tokens, INT8_STEP);
+        else
+            SF_IN_BLOCKS(SF_BF16_ROWS, token, call->tokens, BF16_STEP);
+#undef INT8_STEP
+#undef BF16_STEP
     }
+}
+
+static void SF_NAME(linear_int8_unit)(void *argument, long unit, int worker)
+{
+    (void)worker;
+    SF_NAME(linear_tiles)(argument, 8, unit);
 }
 
 static void SF_NAME(linear_bf16_unit)(void *argument, long unit, int worker)
 {
-    const struct sf_linear *call = argument;
-    const long tiles = (call->rows + SF_TILE_ROWS - 1) / SF_TILE_ROWS;
-    const long first = unit * SF_UNIT_TILES, last = first + SF_UNIT_TILES < tiles ? first + SF_UNIT_TILES : tiles;
     (void)worker;
-    for (long tile = first; tile < last; tile++) {
-        long token = 0;
-#define STEP(count) SF_NAME(linear_bf16_block)(call, count, tile, token)
-        SF_IN_BLOCKS(SF_BF16_ROWS, token, call->tokens, STEP);
-#undef STEP
-    }
+    SF_NAME(linear_tiles)(argument, 16, unit);
 }
