@@ -12,8 +12,8 @@ enum {
     SF_TILE_ROWS = 16,
     SF_WEIGHT_GROUP = 128,
     SF_ACTIVATION_GROUP = 32,
-    SF_UNIT_TILES = 4, /* row tiles per unit of parallel work */
-    SF_PREFETCH_BYTES = 4096,
+    SF_UNIT_TILES = 8, /* row tiles per unit of parallel work */
+    SF_PREFETCH_BYTES = 8192,
 };
 
 /* STEP(count) for the rows of activations from `at` to `end`, in blocks of `most` (a constant), then of 4, 2 and 1 */
