@@ -203,7 +203,7 @@ class Benchmark:
         workload, geometry, footprint = self.workload, self.manifest.geometry, self.footprint
         return {
             "model": {
-                "folder": str(self.manifest.folder),
+                "folder": self.manifest.folder.resolve().name,
                 "format_version": self.manifest.raw["format_version"],
                 "num_hidden_layers": geometry.num_hidden_layers,
                 "num_experts": geometry.num_experts,
