@@ -12,6 +12,7 @@ import hashlib
 import os
 import shutil
 import struct
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -61,9 +62,9 @@ def pack_checkpoint(
             identity = _identity(checkpoint, experts, dense)
             headers = packfile.headers(checkpoint.geometry, BITS[experts], BITS[dense])
             resumed = _claim(folder, sum(header.file_bytes for header in headers.values()))
-            with Journal(folder) as journal:
+            with _journal(folder, resumed) as journal:
                 if (folder / packfile.MANIFEST_FILE).exists():  # another process finished it before this one had the lock
-                    journal.path.unlink()
+                    journal.path.unlink(missing_ok=True)
                     raise OptionError(f"{folder}: is a finished pack already, choose another folder or delete it")
                 if journal.identity is None:
                     journal.begin(identity)
@@ -90,6 +91,17 @@ def pack_checkpoint(
             return manifest
     except OSError as error:
         raise StorageError(f"{error.filename or folder}: {error.strerror or error}") from None
+
+
+def _journal(folder: Path, resumed: bool) -> Journal:
+    """The folder's journal. If it cannot be begun, a folder that was just made does not stay behind to be refused next time."""
+    try:
+        return Journal(folder)
+    except BaseException:
+        if not resumed:
+            with suppress(OSError):  # something lies in it: not ours to remove
+                folder.rmdir()
+        raise
 
 
 def _claim(folder: Path, size: int) -> bool:

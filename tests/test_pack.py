@@ -531,3 +531,22 @@ def test_memory_does_not_grow_with_the_shard(tmp_path):
         [sys.executable, "-P", "-c", program, str(source), str(tmp_path / "packed")], env=environment, capture_output=True, check=True
     )
     assert int(result.stdout) * 1024 < 2**28
+
+
+def test_an_interrupt_before_the_journal_leaves_no_folder(tmp_path, monkeypatch):
+    source = write_checkpoint(tmp_path / "source")
+
+    def interrupted(folder):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sparseflow.pack.Journal", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pack_checkpoint(source, tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
+def test_the_checkpoint_itself_is_no_destination(tmp_path):
+    source = write_checkpoint(tmp_path / "source")
+    (source / "pack.journal").touch()
+    with pytest.raises(OptionError, match="is the checkpoint itself"):
+        pack_checkpoint(source, source)
