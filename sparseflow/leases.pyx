@@ -203,7 +203,7 @@ cdef class LeaseTable:
         if slots < 1:
             raise OptionError(f"a cache of {slots} experts; it takes at least 1")
         if store.closed:
-            raise SparseFlowError("the store is not open; open it with PackedStore")
+            raise SparseFlowError(f"{store.path}: the store is closed, or was never opened; open it with PackedStore")
         self.store = store
         if table_init(&self.table, &store.extents, store.num_layers, min(slots, store.num_layers * store.num_experts)) != 0:
             raise MemoryError
