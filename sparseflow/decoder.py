@@ -19,7 +19,7 @@ from sparseflow.kernels.deltanet import causal_conv, gated_delta
 from sparseflow.kernels.experts import ExpertBatch, combine, route
 from sparseflow.kernels.norms import rms_norm
 from sparseflow.layout import ExpertLayout
-from sparseflow.leases import LeaseTable
+from sparseflow.leases import Lease, LeaseTable
 from sparseflow.replay import RouteReplay
 from sparseflow.rotary import Rotary
 from sparseflow.state import DecoderState, KVCache, LinearState
@@ -156,24 +156,17 @@ class SparseMoe:
             wave = batch.experts[first : first + self.leases.slots]
             which = np.arange(first, first + len(wave), dtype=np.int32)
             with self.leases.acquire(self.layer, wave) as lease:
-                hit, missed = lease.hit, ~lease.hit
-                resident[wave] = hit
-                started = time.perf_counter()
-                for i in np.flatnonzero(hit):
-                    lease.wait_one(int(i))  # another session may still be admitting it
-                waited += time.perf_counter() - started
+                resident[wave] = lease.hit
+                ready = lease.order[: lease.num_ready]
                 # While the missing slices are on their way, compute what needs none of them.
-                batch.compute(which[hit], lease.addresses[hit], self.threads)
+                waited += _wait(lease, ready)
+                batch.compute(which[ready], lease.addresses[ready], self.threads)
                 if shared is None:
                     shared = self._shared(x)
                 # The rest as it arrives, a few at a time, while those behind are still being read.
-                arriving = np.flatnonzero(missed)
-                for start in range(0, len(arriving), EXPERTS_AT_ONCE):
-                    part = arriving[start : start + EXPERTS_AT_ONCE]
-                    started = time.perf_counter()
-                    for i in part:
-                        lease.wait_one(int(i))
-                    waited += time.perf_counter() - started
+                for start in range(lease.num_ready, len(lease), EXPERTS_AT_ONCE):
+                    part = lease.order[start : start + EXPERTS_AT_ONCE]
+                    waited += _wait(lease, part)
                     batch.compute(which[part], lease.addresses[part], self.threads)
         assert shared is not None  # there was at least one wave
         combine(residual, batch.out, weights, shared, self.shared_expert_gate(x), self.threads)
@@ -188,6 +181,14 @@ class SparseMoe:
         batch = ExpertBatch(x.x, quantized, ids, 1, expert.intermediate, expert.layout)
         batch.compute(batch.experts, expert.addresses, self.threads)
         return batch.out
+
+
+def _wait(lease: Lease, positions: NDArray[np.int32]) -> float:
+    """Returns when the experts at these positions are in memory; the seconds that took."""
+    started = time.perf_counter()
+    for position in positions.tolist():
+        lease.wait_one(position)
+    return time.perf_counter() - started
 
 
 class DecoderLayer:

@@ -12,6 +12,9 @@ from libc.stdint cimport uint8_t, uintptr_t
 cdef extern from "<pthread.h>" nogil:
     ctypedef struct pthread_mutex_t:
         pass
+    ctypedef struct pthread_cond_t:
+        pass
+    ctypedef unsigned long pthread_t
     int pthread_mutex_init(pthread_mutex_t* mutex, const void* attributes) noexcept
     int pthread_mutex_destroy(pthread_mutex_t* mutex) noexcept
     int pthread_mutex_lock(pthread_mutex_t* mutex) noexcept
@@ -25,6 +28,7 @@ cdef enum Kept:
 
 cdef struct Extents:
     int fd
+    int direct              # opened with O_DIRECT, -1 where the file system has none
     uint8_t* base           # start of the mapping of the whole file, NULL while closed
     size_t file_bytes
     size_t header_bytes     # offset of slice 0

@@ -63,7 +63,7 @@ cdef enum:
 # --- the mapping ---
 
 cdef void extents_init(Extents* extents) noexcept nogil:
-    extents.fd = -1
+    extents.fd = extents.direct = -1
     extents.closed = True
     pthread_mutex_init(&extents.users, NULL)
     pthread_mutex_init(&extents.dropping, NULL)
@@ -94,7 +94,9 @@ cdef void extents_close(Extents* extents) noexcept nogil:
     extents.kept = NULL
     if extents.fd >= 0:
         close(extents.fd)
-        extents.fd = -1
+    if extents.direct >= 0:
+        close(extents.direct)
+    extents.fd = extents.direct = -1
 
 
 cdef void extents_destroy(Extents* extents) noexcept nogil:

@@ -25,14 +25,18 @@ from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE, Py
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, uint8_t, uint64_t
 from libc.stdlib cimport free, malloc
-from libc.string cimport strcmp
+from libc.string cimport memset, strcmp
+from posix.unistd cimport getpid
 
-from sparseflow.extents cimport extents_address
+from sparseflow.extents cimport extents_enter, extents_lease, extents_leave, extents_unlease
 from sparseflow.slots cimport (
-    CLOSED, NEVER, WAIT, Outcome, Pins, Table, Totals, Waiter, pthread_self, table_admit, table_destroy, table_fetch,
-    table_init, table_leave_queue, table_observe, table_release, table_reserve, table_resident, table_totals,
+    CLOSED, MOST_AHEAD, NEVER, WAIT, Outcome, Pins, Table, Totals, Waiter, pthread_self, table_address, table_admit, table_destroy, table_fetch,
+    table_init, table_leave_queue, table_observe, table_prefetch, table_ready, table_release, table_reserve, table_resident,
+    table_totals,
 )
 from sparseflow.store cimport PackedStore
+
+import os
 
 import numpy as np
 
@@ -58,7 +62,9 @@ cdef class Lease:
         layer: the layer.
         ids: int32 [n], ascending.
         hit: bool [n], whether the expert had a slot when this was acquired: it was in memory, or on its way there for
-            another lease (then it is still waited for here).
+            another lease (then it is still waited for here). One that had been prefetched is no hit: the disk was read for it.
+        order: int32 [n], positions in `ids` in the order in which waiting for them is shortest: the first `num_ready` were in memory
+            when this was acquired.
         addresses: uint64 [n], where each slice begins. The bytes are there once waited for, until release.
     """
 
@@ -67,6 +73,8 @@ cdef class Lease:
     cdef readonly int layer
     cdef readonly object ids
     cdef readonly object hit
+    cdef readonly object order
+    cdef readonly int num_ready
     cdef readonly object addresses
 
     def __cinit__(self, LeaseTable owner not None, int layer, Py_ssize_t n):
@@ -75,14 +83,17 @@ cdef class Lease:
         self.layer = layer
         self.ids = _empty(n, _int32)
         self.hit = _empty(n, _bool)
+        self.order = _empty(n, _int32)
         self.addresses = _empty(n, _uint64)
-        pins.keys = <int32_t*>malloc(n * (3 * sizeof(int32_t) + 2) + 1)
+        pins.keys = <int32_t*>malloc(n * (3 * sizeof(int32_t) + 4) + 1)
         if pins.keys == NULL:
             raise MemoryError
         pins.slots = pins.keys + n
         pins.dropping = pins.slots + n
         pins.hit = <uint8_t*>(pins.dropping + n)
         pins.pending = pins.hit + n
+        pins.found = pins.pending + n
+        pins.turn = pins.found + n
         pins.n = n
         pins.thread = pthread_self()
 
@@ -96,17 +107,29 @@ cdef class Lease:
         """Fill the arrays, once reserved."""
         cdef Pins* pins = &self.pins
         cdef Py_ssize_t first = <Py_ssize_t>self.layer * self.owner.store.num_experts
-        cdef Py_buffer ids, hit, addresses
-        cdef Py_ssize_t i
+        cdef Py_buffer ids, hit, order, addresses
+        cdef Py_ssize_t i, place = 0
+        cdef int turn
         PyObject_GetBuffer(self.ids, &ids, PyBUF_WRITABLE)
         PyObject_GetBuffer(self.hit, &hit, PyBUF_WRITABLE)
+        PyObject_GetBuffer(self.order, &order, PyBUF_WRITABLE)
         PyObject_GetBuffer(self.addresses, &addresses, PyBUF_WRITABLE)
         for i in range(pins.n):
             (<int32_t*>ids.buf)[i] = pins.keys[i] - first
             (<uint8_t*>hit.buf)[i] = pins.hit[i]
-            (<uint64_t*>addresses.buf)[i] = extents_address(self.owner.table.extents, pins.keys[i])
+            (<uint64_t*>addresses.buf)[i] = table_address(&self.owner.table, pins, i)
+            pins.turn[i] = 0 if table_ready(&self.owner.table, pins, i) else 2 - pins.found[i]
+        # What is there, what was being read before, what is read from now on; each in ascending id.
+        for turn in range(3):
+            for i in range(pins.n):
+                if pins.turn[i] == turn:
+                    (<int32_t*>order.buf)[place] = i
+                    place += 1
+            if turn == 0:
+                self.num_ready = place
         PyBuffer_Release(&ids)
         PyBuffer_Release(&hit)
+        PyBuffer_Release(&order)
         PyBuffer_Release(&addresses)
         return 0
 
@@ -188,28 +211,61 @@ cdef class LeaseTable:
         store: the experts. One table per store: two would evict each other's experts.
         slots: how many may be in memory at once, each taking `store.stride` bytes. More than there are experts is taken
             as all of them.
+        direct: read slices past the page cache into memory of the table's own (readers.pyx) instead of admitting pages of
+            the store's mapping. Only with a store that is `direct`.
 
     Attributes
-        store, slots
+        store, slots, direct
 
     Raises
-        OptionError: fewer than one slot.
+        OptionError: fewer than one slot, or `direct` with a store that is not.
+        CapacityError: the system does not give the memory or the threads.
     """
 
     cdef Table table
+    cdef int process
     cdef readonly PackedStore store
 
-    def __cinit__(self, PackedStore store not None, slots: int):
+    def __cinit__(self, PackedStore store not None, slots: int, direct: bool = False):
+        cdef int number
         if slots < 1:
             raise OptionError(f"a cache of {slots} experts; it takes at least 1")
         if store.closed:
             raise SparseFlowError(f"{store.path}: the store is closed, or was never opened; open it with PackedStore")
+        if direct and not store.direct:
+            raise OptionError(f"{store.path}: its file system has no direct reads (O_DIRECT); make the table without `direct`")
+        slots = min(slots, store.num_layers * store.num_experts)
         self.store = store
-        if table_init(&self.table, &store.extents, store.num_layers, min(slots, store.num_layers * store.num_experts)) != 0:
-            raise MemoryError
+        self.process = getpid()
+        number = table_init(&self.table, &store.extents, store.num_layers, slots, direct)
+        if number != 0:
+            raise CapacityError(
+                f"a cache of {slots} experts takes {slots * store.stride} bytes, which cannot be had ({os.strerror(number)});"
+                " give a smaller cache")
 
     def __dealloc__(self):
         table_destroy(&self.table)
+
+    def close(self) -> None:
+        """Free the slots, once the store is closed. Does nothing when done already.
+
+        Raises
+            SparseFlowError: the store is still open.
+        """
+        if not self.store.closed:
+            raise SparseFlowError(f"{self.store.path}: a table of leases is closed after its store; close the store first")
+        cdef Totals totals = self.table.totals
+        cdef int32_t slots = self.table.num_slots
+        if self.table.slots != NULL:
+            table_destroy(&self.table)              # with the GIL: no other thread is between looking and acquiring
+            memset(&self.table, 0, sizeof(Table))
+            self.table.totals = totals
+            self.table.num_slots = slots
+
+    @property
+    def direct(self) -> bool:
+        """Whether slices are read past the page cache."""
+        return self.table.direct
 
     @property
     def slots(self) -> int:
@@ -234,14 +290,16 @@ cdef class LeaseTable:
 
     def resident(self, layer: int, expert: int) -> bool:
         """Whether an expert is in memory now. Raises OptionError if there is no such expert."""
-        return table_resident(&self.table, self.store.slice_number(layer, expert))
+        slice = self.store.slice_number(layer, expert)
+        return self.table.slots != NULL and table_resident(&self.table, slice)
 
     def counters(self) -> dict[str, int]:
         """What happened since the table was made, all of one instant.
 
         waves: leases acquired. requests = hits + misses: the experts in them, each once per lease. admissions, and
         admitted_bytes by the stride: experts read into a slot. evictions: experts that lost their slot to another, or to
-        a failing disk. admissions - evictions = experts in memory. `admit_all` counts among the admissions only.
+        a failing disk. admissions - evictions = experts in memory. `admit_all` counts among the admissions only. prefetches:
+        reads begun ahead; prefetched: the misses that such a read was for.
 
         This is what was asked for. What the disk moved is in the operating system's books: see evidence.py.
         """
@@ -254,6 +312,8 @@ cdef class LeaseTable:
             "admissions": totals.admissions,
             "admitted_bytes": totals.admissions * self.store.stride,
             "evictions": totals.evictions,
+            "prefetches": totals.prefetches,
+            "prefetched": totals.prefetched,
         }
 
     def acquire(self, layer: int, ids) -> Lease:
@@ -296,9 +356,47 @@ cdef class LeaseTable:
                 if not (-1 if k == 0 else ids[token, k - 1]) < ids[token, k] < num_experts:
                     raise OptionError(f"layer {layer}: expert {ids[token, k]} of {num_experts}, out of range or of order")
         # With a slot for every expert nothing is ever evicted.
-        if ids.shape[0] > 0 and ids.shape[1] > 0 and self.table.num_slots < self.table.extents.count:
+        if ids.shape[0] == 0 or ids.shape[1] == 0 or self.table.slots == NULL:
+            return
+        if self.table.num_slots < self.table.extents.count:
             with nogil:
                 table_observe(&self.table, number, &ids[0, 0], &weights[0, 0], ids.shape[0], ids.shape[1])
+
+    def prefetch(self, layer: int, ids, spare: int) -> int:
+        """Begin to read experts that are likely to be requested soon, when the disk has nothing more urgent to do.
+
+        They take the slots that are worth least, are evicted like any other, and count as misses when they are requested
+        after all. What has not begun to be read when a lease of the same layer is acquired without it is given up.
+
+        Parameters
+            layer: the layer.
+            ids: int32 [n], contiguous, likeliest first. Those that have a slot already are left alone.
+            spare: stop when no more slots than this are free or not leased.
+
+        Returns how many reads that began: none unless the table is `direct`.
+
+        Raises
+            OptionError: a layer or experts that do not exist.
+        """
+        cdef const int32_t[::1] experts = ids
+        cdef int32_t keys[MOST_AHEAD]
+        cdef Py_ssize_t first = self.store.slice_number(layer, 0), n = min(<Py_ssize_t>MOST_AHEAD, experts.shape[0]), i
+        cdef int32_t begun = 0, kept = spare
+        for i in range(n):
+            if not 0 <= experts[i] < self.store.num_experts:
+                raise OptionError(f"there is no expert {experts[i]} in layer {layer}, which has {self.store.num_experts}")
+            keys[i] = first + experts[i]
+        self.check_process()
+        if extents_lease(self.table.extents):                       # the store stays open meanwhile
+            begun = table_prefetch(&self.table, keys, n, kept)
+            extents_unlease(self.table.extents)
+        return begun
+
+    cdef int check_process(self) except -1:
+        if self.table.direct and getpid() != self.process:
+            raise SparseFlowError(
+                f"{self.store.path}: opened by another process, of which this is a fork; open the model again in this one")
+        return 0
 
     def admit_all(self, progress=None) -> None:
         """Bring every expert into memory, in the order of the file: the resident mode.
@@ -356,6 +454,9 @@ cdef class LeaseTable:
         cdef Outcome outcome
         cdef Py_ssize_t i
         cdef bint pending = False
+        self.check_process()
+        if self.table.slots == NULL:
+            raise SparseFlowError(f"{self.store.path}: the store is closed; open it again with PackedStore")
         if pins.n > self.table.num_slots:
             raise CapacityError(
                 f"{pins.n} experts of layer {lease.layer} do not fit in a cache of {self.table.num_slots};"
@@ -364,6 +465,8 @@ cdef class LeaseTable:
         waiter.queued = False
         outcome = table_reserve(&self.table, pins, &waiter, counted, False)
         if outcome == WAIT:
+            if not extents_enter(self.table.extents):               # nor may the store be closed while this waits
+                raise SparseFlowError(f"{self.store.path}: the store is closed; open it again with PackedStore")
             try:
                 while outcome == WAIT:
                     PyErr_CheckSignals()        # only while nothing is pinned: no error may come between here and the fetch
@@ -371,6 +474,7 @@ cdef class LeaseTable:
                         outcome = table_reserve(&self.table, pins, &waiter, counted, True)
             finally:
                 table_leave_queue(&self.table, &waiter)
+                extents_leave(self.table.extents)
         if outcome == CLOSED:
             raise SparseFlowError(f"{self.store.path}: the store is closed; open it again with PackedStore")
         if outcome == NEVER:

@@ -106,7 +106,8 @@ class Model:
         try:
             core = DenseCore(manifest, drop_page_cache=strict, progress=_labelled(progress, "dense core"))
             self.core_bytes = core.nbytes
-            self.leases = LeaseTable(self.store, slots)
+            # Past the page cache where it must not, or need not, hold the same bytes a second time.
+            self.leases = LeaseTable(self.store, slots, direct=self.store.direct and (strict or resident))
             self.decoder = Decoder(core, Embedding(manifest), g, self.layout, self.leases, threads)
             if resident:
                 self.leases.admit_all(_labelled(progress, "experts"))
@@ -219,8 +220,9 @@ class Model:
         )
 
     def close(self) -> None:
-        """Unmaps the experts. Sessions can not be used afterwards. Closing again does nothing."""
+        """Frees the experts. Sessions can not be used afterwards. Closing again does nothing."""
         self.store.close()
+        self.leases.close()
 
     def __enter__(self) -> Model:
         return self

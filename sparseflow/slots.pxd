@@ -4,21 +4,23 @@ Ownership: a LeaseTable owns its Table, a Lease its Pins; the pins of an open le
 call takes `lock` itself, for an instant and never across a system call. A key is layer * num_experts + expert.
 """
 
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t, uintptr_t
 
-from sparseflow.extents cimport Extents, pthread_mutex_t
+from sparseflow.extents cimport Extents, pthread_cond_t, pthread_mutex_t, pthread_t
 from sparseflow.policy cimport Policy
+from sparseflow.readers cimport Readers
 
 
 cdef extern from "<pthread.h>" nogil:
-    ctypedef struct pthread_cond_t:
-        pass
-    ctypedef unsigned long pthread_t
     pthread_t pthread_self() noexcept
 
 
 cdef enum SlotState:
     FREE, ADMITTING, RESIDENT
+
+
+cdef enum:
+    MOST_AHEAD = 64         # reads ahead in progress
 
 
 cdef enum Outcome:
@@ -34,6 +36,7 @@ cdef struct Slot:
     int32_t next_free
     uint8_t state
     uint8_t asked           # 1: the disk was asked for it
+    uint8_t ahead           # 1: read because it was thought likely, and not requested since; without a lease it may be ADMITTING
 
 
 cdef struct Pins:           # what one lease holds
@@ -41,7 +44,9 @@ cdef struct Pins:           # what one lease holds
     int32_t* keys           # [n]
     int32_t* slots          # [n]
     int32_t* dropping       # [n] evicted keys (acquiring) or slots (releasing) whose pages are still to be dropped
-    uint8_t* hit            # [n] 1: had a slot when the lease was acquired
+    uint8_t* hit            # [n] 1: had a slot when the lease was acquired, for another reason than being prefetched
+    uint8_t* found          # [n] 1: had a slot then, for whatever reason
+    uint8_t* turn           # [n] for the Lease to sort by
     uint8_t* pending        # [n] 1: not known to be in memory, still to be admitted
     Py_ssize_t num_dropping
     Py_ssize_t num_dropped  # of those, the ones that are (acquiring)
@@ -68,8 +73,10 @@ cdef struct Totals:
     int64_t hits
     int64_t admissions      # experts that became resident; less the evictions, it is those that are
     int64_t evictions
+    int64_t prefetches      # reads begun ahead, and experts requested while their slot was theirs
+    int64_t prefetched
     int32_t resident        # now: slots whose expert is in memory
-    int32_t idle            # of them, those that no lease pins
+    int32_t idle            # slots that no lease pins: in memory, or being read ahead
     int32_t free
     int32_t dropping        # slots that become free once their pages are dropped
     int32_t leases          # leases that are not released
@@ -77,10 +84,14 @@ cdef struct Totals:
 
 cdef struct Table:
     Extents* extents
+    Readers readers         # used if `direct`
+    bint direct             # slices are read into memory of the table's own, not mapped
     int32_t num_slots
     Slot* slots             # [num_slots]
     int32_t* index          # [layers * experts] slot, or -1
     int32_t free            # first free slot
+    int32_t* arriving       # [MOST_AHEAD] slots that are being read ahead
+    int32_t num_arriving
     Policy policy           # holds the resident slots that no lease pins
     Pins* open              # leases that are not released
     Waiter* waiting         # in order of arrival
@@ -90,14 +101,19 @@ cdef struct Table:
     pthread_cond_t released
 
 
-cdef int table_init(Table* table, Extents* extents, int32_t layers, int32_t num_slots) noexcept nogil     # 0 or ENOMEM
+cdef int table_init(Table* table, Extents* extents, int32_t layers, int32_t num_slots, bint direct) noexcept nogil     # 0 or an errno
 cdef void table_destroy(Table* table) noexcept nogil
 
 # Pin `pins.keys`. With `patient`, waits up to 50 ms for a release. After WAIT the waiter stays in the queue: call again, or
 # table_leave_queue. After RESERVED, table_fetch must follow.
 cdef Outcome table_reserve(Table* table, Pins* pins, Waiter* waiter, bint counted, bint patient) noexcept nogil
+# Read ahead those of the keys [n], likeliest first, that have no slot, when nothing else is to be read, while more than `spare`
+# slots are free or idle. How many reads that began. Does nothing unless the table is `direct`.
+cdef int32_t table_prefetch(Table* table, const int32_t* keys, Py_ssize_t n, int32_t spare) noexcept nogil
 cdef void table_leave_queue(Table* table, Waiter* waiter) noexcept nogil
 cdef void table_fetch(Table* table, Pins* pins) noexcept nogil          # asks for the first of what is pending
+cdef uintptr_t table_address(Table* table, Pins* pins, Py_ssize_t i) noexcept nogil
+cdef bint table_ready(Table* table, Pins* pins, Py_ssize_t i) noexcept nogil    # whether table_admit would not wait
 cdef int table_admit(Table* table, Pins* pins, Py_ssize_t i) noexcept nogil     # waits for one expert: 0 or an errno
 cdef void table_release(Table* table, Pins* pins) noexcept nogil
 # Tokens [n] chose ids [n, top_k], each row ascending, with those weights.

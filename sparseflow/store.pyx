@@ -9,6 +9,7 @@ Thread-safety
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import stat
 from dataclasses import asdict
@@ -36,6 +37,22 @@ def read_ahead_bytes(device: int) -> int:
         except (OSError, ValueError):
             continue
     return 128 * 1024
+
+
+def open_direct(path: str) -> int:
+    """A descriptor for reads past the page cache (O_DIRECT), or -1 where the file system refuses one such read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError:
+        return -1
+    try:
+        with mmap.mmap(-1, HEADER_BYTES) as page:
+            if os.preadv(descriptor, [page], 0) == HEADER_BYTES:
+                return descriptor
+    except OSError:
+        pass
+    os.close(descriptor)
+    return -1
 
 
 cdef class PackedStore:
@@ -74,6 +91,7 @@ cdef class PackedStore:
             # Without this, reading the header would bring in the first experts as readahead.
             posix_fadvise(self.extents.fd, 0, 0, POSIX_FADV_RANDOM)
             head = os.pread(self.extents.fd, HEADER_BYTES, 0)
+            self.extents.direct = open_direct(self.path)
         except OSError as error:
             extents_close(&self.extents)
             raise StorageError(f"{self.path}: cannot be opened: {error.strerror}") from error
@@ -158,6 +176,11 @@ cdef class PackedStore:
     def closed(self) -> bool:
         """True once `close()` has unmapped the file."""
         return self.extents.closed
+
+    @property
+    def direct(self) -> bool:
+        """Whether the file system reads past the page cache (O_DIRECT), as a LeaseTable may then do."""
+        return self.extents.direct >= 0
 
     @property
     def strict(self) -> bool:

@@ -115,6 +115,8 @@ def test_without_knowledge_the_longest_idle_goes_first(store: PackedStore) -> No
         "admissions": 4,
         "admitted_bytes": 4 * store.stride,
         "evictions": 1,
+        "prefetches": 0,
+        "prefetched": 0,
     }
 
 

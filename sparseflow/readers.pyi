@@ -1,0 +1,1 @@
+# C only: readers.pxd says what other Cython modules may call; Python sees nothing of it.
