@@ -2,7 +2,8 @@
 
 Shapes are written [tokens, width]; there is one sequence. Names are those of the checkpoint's tensors. The reference is
 transformers' modeling_qwen3_5_moe.py. Every reduction runs in a kernel of sparseflow.kernels, in an order that does not
-depend on how many tokens are fed at once, so a prompt may be cut into chunks anywhere.
+depend on how many tokens are fed at once, so a prompt may be cut into chunks anywhere. Kernels are noted down in a Step and computed
+when it runs: where the router's choice is looked at, after experts, and at the end.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from numpy.typing import NDArray
 from sparseflow.config import Geometry
 from sparseflow.kernels.attention import gated_attention
 from sparseflow.kernels.deltanet import causal_conv, gated_delta
-from sparseflow.kernels.experts import ExpertBatch, combine, route
+from sparseflow.kernels.experts import ExpertBatch, combine, compute_together, route
 from sparseflow.kernels.norms import rms_norm
+from sparseflow.kernels.threads import Step
 from sparseflow.layout import ExpertLayout
 from sparseflow.leases import Lease, LeaseTable
 from sparseflow.replay import RouteReplay
 from sparseflow.rotary import Rotary
 from sparseflow.state import DecoderState, KVCache, LinearState
-from sparseflow.weights import Activations, DenseCore, Embedding, Linear, SharedExpert
+from sparseflow.weights import Activations, DenseCore, Embedding, Linear, SharedExpert, project
 
 Array = NDArray[np.float32]
 
@@ -67,14 +69,15 @@ class GatedDeltaNet:
         self.geometry = geometry
         self.threads = threads
 
-    def __call__(self, x: Activations, state: LinearState) -> Array:
+    def __call__(self, x: Activations, state: LinearState, residual: Array) -> None:
+        """Adds its result to the residual stream in place."""
         g, threads = self.geometry, self.threads
-        qkv = causal_conv(self.in_proj_qkv(x), self.conv1d, state.conv, threads)  # [tokens, conv_dim]
-        z = self.in_proj_z(x)  # [tokens, value_dim]
+        # [tokens, conv_dim], [tokens, value_dim], and [tokens, value_heads] twice
+        qkv, z, a, b = project(x, self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b)
         out = gated_delta(
-            qkv,
-            self.in_proj_a(x),
-            self.in_proj_b(x),
+            causal_conv(qkv, self.conv1d, state.conv, threads),
+            a,
+            b,
             self.decay_rate,
             self.dt_bias,
             state.recurrent,
@@ -84,7 +87,7 @@ class GatedDeltaNet:
         )  # [tokens, value_dim]
         heads = (-1, g.linear_value_head_dim)
         out = rms_norm(out.reshape(heads), self.norm, g.rms_norm_eps, z.reshape(heads), threads)
-        return self.out_proj(Activations(out.reshape(z.shape), threads))
+        self.out_proj(Activations(out.reshape(z.shape), threads), onto=residual)
 
 
 class Attention:
@@ -100,12 +103,17 @@ class Attention:
         self.eps = geometry.rms_norm_eps
         self.threads = threads
 
-    def __call__(self, x: Activations, cache: KVCache, position: int, cosine: Array, sine: Array) -> Array:
+    def __call__(
+        self, x: Activations, cache: KVCache, position: int, cosine: Array, sine: Array, residual: Array
+    ) -> None:
+        """Adds its result to the residual stream in place."""
         cache.reserve(position + len(x.x))
+        # q: [tokens, heads * 2 * head_dim], query and gate of each head in turn
+        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
         out = gated_attention(
-            self.q_proj(x),  # [tokens, heads * 2 * head_dim], query and gate of each head in turn
-            self.k_proj(x),
-            self.v_proj(x),
+            q,
+            k,
+            v,
             self.q_norm,
             self.k_norm,
             cosine,
@@ -116,7 +124,7 @@ class Attention:
             self.eps,
             self.threads,
         )  # [tokens, heads * head_dim]
-        return self.o_proj(Activations(out, self.threads))
+        self.o_proj(Activations(out, self.threads), onto=residual)
 
 
 class SparseMoe:
@@ -137,18 +145,34 @@ class SparseMoe:
         self.threads = threads
 
     def __call__(
-        self, x: Activations, residual: Array, position: int, trace: LayerTrace | None, replay: RouteReplay | None
+        self,
+        x: Activations,
+        residual: Array,
+        position: int,
+        step: Step,
+        trace: LayerTrace | None,
+        replay: RouteReplay | None,
     ) -> None:
         g = self.geometry
-        logits = self.gate(x)  # [tokens, num_experts]
+        logits, shared_gate = project(x, self.gate, self.shared_expert_gate)  # [tokens, num_experts], [tokens, 1]
         if replay is None:
             ids, weights = route(logits, g.num_experts_per_tok, self.threads)  # [tokens, top_k], ascending ids
         else:
             ids, weights = replay.route(logits, self.layer, position, self.threads)
+        step.run()
         self.leases.observe(self.layer, ids, weights)
         quantized = x.quantized if self.layout.bits == 8 else None
         batch = ExpertBatch(x.x, quantized, ids, g.num_experts, g.moe_intermediate_size, self.layout)
-        shared: Array | None = None
+        # The shared expert: one that every token chooses.
+        shared = ExpertBatch(
+            x.x,
+            x.quantized if self.shared_expert.layout.bits == 8 else None,
+            np.zeros((len(x.x), 1), np.int32),
+            1,
+            self.shared_expert.intermediate,
+            self.shared_expert.layout,
+        )
+        beside = [(shared, shared.experts, self.shared_expert.addresses)]
         resident = np.zeros(g.num_experts, np.bool_)
         waited = 0.0
         # One wave, unless a chunk asks for more distinct experts than the table has slots.
@@ -160,27 +184,18 @@ class SparseMoe:
                 ready = lease.order[: lease.num_ready]
                 # While the missing slices are on their way, compute what needs none of them.
                 waited += _wait(lease, ready)
-                batch.compute(which[ready], lease.addresses[ready], self.threads)
-                if shared is None:
-                    shared = self._shared(x)
+                compute_together([(batch, which[ready], lease.addresses[ready]), *beside], self.threads)
+                beside = []
+                step.run()
                 # The rest as it arrives, a few at a time, while those behind are still being read.
                 for start in range(lease.num_ready, len(lease), EXPERTS_AT_ONCE):
                     part = lease.order[start : start + EXPERTS_AT_ONCE]
                     waited += _wait(lease, part)
                     batch.compute(which[part], lease.addresses[part], self.threads)
-        assert shared is not None  # there was at least one wave
-        combine(residual, batch.out, weights, shared, self.shared_expert_gate(x), self.threads)
+                    step.run()
+        combine(residual, batch.out, weights, shared.out, shared_gate, self.threads)
         if trace is not None:
             trace.add_layer(self.layer, ids, resident[ids], waited, len(batch.experts) * self.layout.stride)
-
-    def _shared(self, x: Activations) -> Array:
-        """The shared expert's output, float32 [tokens, 1, hidden]: an expert that every token chooses."""
-        expert = self.shared_expert
-        ids = np.zeros((len(x.x), 1), np.int32)
-        quantized = x.quantized if expert.layout.bits == 8 else None
-        batch = ExpertBatch(x.x, quantized, ids, 1, expert.intermediate, expert.layout)
-        batch.compute(batch.experts, expert.addresses, self.threads)
-        return batch.out
 
 
 def _wait(lease: Lease, positions: NDArray[np.int32]) -> float:
@@ -217,6 +232,7 @@ class DecoderLayer:
         position: int,
         cosine: Array,
         sine: Array,
+        step: Step,
         trace: LayerTrace | None,
         replay: RouteReplay | None,
     ) -> None:
@@ -224,11 +240,11 @@ class DecoderLayer:
         normed = Activations(self.input_layernorm(x), self.threads)
         if isinstance(state, KVCache):
             assert self.self_attn is not None
-            x += self.self_attn(normed, state, position, cosine, sine)
+            self.self_attn(normed, state, position, cosine, sine, x)
         else:
             assert self.linear_attn is not None
-            x += self.linear_attn(normed, state)
-        self.mlp(Activations(self.post_attention_layernorm(x), self.threads), x, position, trace, replay)
+            self.linear_attn(normed, state, x)
+        self.mlp(Activations(self.post_attention_layernorm(x), self.threads), x, position, step, trace, replay)
 
 
 class Decoder:
@@ -268,9 +284,11 @@ class Decoder:
         """
         x = self.embed_tokens(ids)
         cosine, sine = self.rotary(state.position, len(ids))
-        for layer, layer_state in zip(self.layers, state.layers, strict=True):
-            layer(x, layer_state, state.position, cosine, sine, trace, replay)
+        result = np.empty((0, self.lm_head.rows), np.float32)
+        with Step(self.threads) as step:
+            for layer, layer_state in zip(self.layers, state.layers, strict=True):
+                layer(x, layer_state, state.position, cosine, sine, step, trace, replay)
+            if logits > 0:
+                result = self.lm_head(Activations(self.norm(x[-logits:]), self.threads))
         state.position += len(ids)
-        if logits == 0:
-            return np.empty((0, self.lm_head.rows), np.float32)
-        return self.lm_head(Activations(self.norm(x[-logits:]), self.threads))
+        return result

@@ -54,10 +54,20 @@ class Linear:
             self.tiles = data[: tile_bytes(self.rows, self.columns, 8)]
             self.scales = data[scales_offset(entry.shape) :].view(np.uint16)
 
-    def __call__(self, x: Activations) -> NDArray[np.float32]:
+    def __call__(
+        self, x: Activations, onto: NDArray[np.float32] | None = None, joined: bool = False
+    ) -> NDArray[np.float32]:
+        """x W^T, or `onto` with that added in place; `joined`: beside the kernel before, of which it needs nothing."""
         if self.bits == 8:
-            return linear.matmul_int8(x.quantized, self.tiles, self.scales, self.rows, x.threads)
-        return linear.matmul_bf16(x.x, self.tiles, self.rows, x.threads)
+            return linear.matmul_int8(x.quantized, self.tiles, self.scales, self.rows, x.threads, onto, joined)
+        return linear.matmul_bf16(x.x, self.tiles, self.rows, x.threads, onto, joined)
+
+
+def project(x: Activations, *matrices: Linear) -> list[NDArray[np.float32]]:
+    """The same activations through several matrices, side by side."""
+    if any(matrix.bits == 8 for matrix in matrices):
+        x.quantized  # what they all need comes before the first
+    return [matrix(x, joined=i > 0) for i, matrix in enumerate(matrices)]
 
 
 class DenseCore:

@@ -6,7 +6,7 @@ from libc.stdint cimport uint64_t
 import numpy
 
 from sparseflow.kernels.isa cimport active_index
-from sparseflow.kernels.threads cimport parallel_for, unit_function
+from sparseflow.kernels.threads cimport keep, parallel_for, team, unit_function
 
 cdef extern from "csrc/attention.h":
     struct sf_attention:
@@ -65,7 +65,7 @@ def gated_attention(float[:, ::1] q_gate, float[:, ::1] k, const float[:, ::1] v
         raise ValueError(f"{threads} threads")
     result = numpy.empty((tokens, heads * head_dim), numpy.float32)
     out = result
-    scores = numpy.empty((threads, SF_HEADS_AT_ONCE * pages * SF_PAGE), numpy.float32)
+    scores = numpy.empty((team(threads), SF_HEADS_AT_ONCE * pages * SF_PAGE), numpy.float32)
     call.q_gate = &q_gate[0, 0]
     call.k = &k[0, 0]
     call.v = &v[0, 0]
@@ -86,9 +86,10 @@ def gated_attention(float[:, ::1] q_gate, float[:, ::1] k, const float[:, ::1] v
     call.score_stride = pages * SF_PAGE
     call.eps = eps
     parts = (heads // kv_heads + SF_HEADS_AT_ONCE - 1) // SF_HEADS_AT_ONCE
+    keep((q_gate.base, k.base, v.base, cosine.base, sine.base, key_pages.base, value_pages.base, result, scores.base))
     with nogil:
-        parallel_for(sf_attention_append_units[active_index()], &call, tokens, threads,
+        parallel_for(sf_attention_append_units[active_index()], &call, sizeof(call), tokens, threads,
                      4 * tokens * (heads + kv_heads) * head_dim)
-        parallel_for(sf_attention_units[active_index()], &call, tokens * kv_heads * parts, threads,
+        parallel_for(sf_attention_units[active_index()], &call, sizeof(call), tokens * kv_heads * parts, threads,
                      2 * tokens * heads * (position + tokens) * head_dim)
     return result

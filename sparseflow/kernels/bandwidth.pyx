@@ -38,7 +38,7 @@ def read_once(const uint8_t[::1] buffer, int threads=1):
     call.folded = &folded[0]
     with nogil:
         clock_gettime(CLOCK_MONOTONIC, &begin)
-        parallel_for(sf_read_units[index], &call, units, threads, buffer.shape[0])
+        parallel_for(sf_read_units[index], &call, sizeof(call), units, threads, buffer.shape[0])
         clock_gettime(CLOCK_MONOTONIC, &end)
     seconds = (end.tv_sec - begin.tv_sec) + 1e-9 * (end.tv_nsec - begin.tv_nsec)
     return seconds, int(numpy.bitwise_xor.reduce(folded))

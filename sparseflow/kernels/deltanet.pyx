@@ -8,7 +8,7 @@ torch_recurrent_gated_delta_rule.
 import numpy
 
 from sparseflow.kernels.isa cimport active_index
-from sparseflow.kernels.threads cimport parallel_for, unit_function
+from sparseflow.kernels.threads cimport keep, parallel_for, unit_function
 
 cdef extern from "csrc/deltanet.h":
     struct sf_conv:
@@ -58,8 +58,9 @@ def causal_conv(const float[:, ::1] x, const float[:, ::1] weight, float[:, ::1]
     call.tokens = x.shape[0]
     call.channels = x.shape[1]
     call.kernel = weight.shape[0]
+    keep((x.base, state.base, result))
     with nogil:
-        parallel_for(sf_conv_units[active_index()], &call, (x.shape[1] + SF_CONV_BLOCK - 1) // SF_CONV_BLOCK, threads,
+        parallel_for(sf_conv_units[active_index()], &call, sizeof(call), (x.shape[1] + SF_CONV_BLOCK - 1) // SF_CONV_BLOCK, threads,
                      x.shape[0] * x.shape[1] * weight.shape[0])
     return result
 
@@ -103,8 +104,9 @@ def gated_delta(float[:, ::1] qkv, const float[:, ::1] a, const float[:, ::1] b,
     call.value_heads = value_heads
     call.key_dim = key_dim
     call.value_dim = value_dim
+    keep((qkv.base, a.base, b.base, state.base, result, decay.base, beta.base))
     with nogil:
-        parallel_for(sf_delta_prepare_units[active_index()], &call, tokens, threads, 4 * tokens * qkv.shape[1])
-        parallel_for(sf_delta_units[active_index()], &call, value_heads * state.shape[1], threads,
+        parallel_for(sf_delta_prepare_units[active_index()], &call, sizeof(call), tokens, threads, 4 * tokens * qkv.shape[1])
+        parallel_for(sf_delta_units[active_index()], &call, sizeof(call), value_heads * state.shape[1], threads,
                      4 * tokens * value_heads * key_dim * value_dim)
     return result

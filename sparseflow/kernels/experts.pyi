@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+
 from numpy import float32, int32, uint64
 from numpy.typing import NDArray
 
@@ -23,6 +25,9 @@ class ExpertBatch:
     ) -> None: ...
     def compute(self, which: NDArray[int32], addresses: NDArray[uint64], threads: int = 1) -> None: ...
 
+def compute_together(
+    batches: Sequence[tuple[ExpertBatch, NDArray[int32], NDArray[uint64]]], threads: int = 1
+) -> None: ...
 def combine(
     residual: NDArray[float32],
     out: NDArray[float32],

@@ -7,7 +7,7 @@ import numpy
 
 from sparseflow.kernels.isa cimport active_index
 from sparseflow.kernels.linear cimport Quantized, padded_columns, sf_quantized
-from sparseflow.kernels.threads cimport parallel_for, unit_function
+from sparseflow.kernels.threads cimport keep, parallel_for, unit_function
 
 cdef extern from "csrc/experts.h":
     struct sf_experts:
@@ -17,7 +17,7 @@ cdef extern from "csrc/experts.h":
         const int32_t *pair_token
         const int32_t *pair_slot
         long hidden, hidden_padded, intermediate, intermediate_padded
-        long down_tiles, gate_up_scales, down_scales
+        long gate_up_unit_tiles, down_unit_tiles, down_tiles, gate_up_scales, down_scales
         int bits
         const float *x
         sf_quantized x_quantized
@@ -41,7 +41,9 @@ cdef extern from "csrc/experts.h":
         float *weights
         long experts, top_k
 
-    enum: SF_UNIT_TILES
+    long sf_unit_tiles(long tile_bytes) noexcept nogil
+    const char *sf_expert_gate_up_weights(const void *argument, long unit) noexcept nogil
+    const char *sf_expert_down_weights(const void *argument, long unit) noexcept nogil
     unit_function *sf_expert_gate_up_units
     unit_function *sf_expert_quantize_units
     unit_function *sf_expert_down_units
@@ -49,8 +51,8 @@ cdef extern from "csrc/experts.h":
     unit_function *sf_router_units
 
 
-cdef long tile_units(long rows) noexcept nogil:
-    return ((rows + 15) // 16 + SF_UNIT_TILES - 1) // SF_UNIT_TILES
+cdef long units_of(long rows, long unit_tiles) noexcept nogil:
+    return ((rows + 15) // 16 + unit_tiles - 1) // unit_tiles
 
 
 def route(const float[:, ::1] logits, Py_ssize_t top_k, int threads=1):
@@ -74,8 +76,9 @@ def route(const float[:, ::1] logits, Py_ssize_t top_k, int threads=1):
     call.weights = &weight_view[0, 0]
     call.experts = logits.shape[1]
     call.top_k = top_k
+    keep((logits.base, ids, weights))
     with nogil:
-        parallel_for(sf_router_units[active_index()], &call, logits.shape[0], threads,
+        parallel_for(sf_router_units[active_index()], &call, sizeof(call), logits.shape[0], threads,
                      logits.shape[0] * logits.shape[1] * top_k)
     return ids, weights
 
@@ -106,8 +109,9 @@ def route_given(const float[:, ::1] logits, const int32_t[:, ::1] given, bint ra
     call.weights = &weight_view[0, 0]
     call.experts = logits.shape[1]
     call.top_k = given.shape[1]
+    keep((logits.base, given.base, ids, weights))
     with nogil:
-        parallel_for(sf_router_units[active_index()], &call, logits.shape[0], threads,
+        parallel_for(sf_router_units[active_index()], &call, sizeof(call), logits.shape[0], threads,
                      logits.shape[0] * call.top_k * call.top_k)
     return ids, weights
 
@@ -173,6 +177,8 @@ cdef class ExpertBatch:
         self.h = numpy.empty((pairs, self.call.intermediate_padded), numpy.float32)
         h = self.h
         self.call.bits = layout.bits
+        self.call.gate_up_unit_tiles = sf_unit_tiles(2 * self.call.hidden_padded * 16 * (layout.bits // 8))
+        self.call.down_unit_tiles = sf_unit_tiles(self.call.intermediate_padded * 16 * (layout.bits // 8))
         self.call.down_tiles = layout.down_tiles
         if layout.bits == 8:
             if quantized is None or quantized.tokens != tokens or quantized.columns != hidden:
@@ -192,33 +198,76 @@ cdef class ExpertBatch:
 
     def compute(self, const int32_t[::1] which, const uint64_t[::1] addresses, int threads=1):
         """Computes experts[which] for all their tokens; addresses uint64 [len(which)]: where each of their slices begins.
-        The slices must stay leased until this returns."""
-        cdef sf_experts call = self.call
+        The slices must stay leased until they are computed."""
+        compute_together([(self, which, addresses)], threads)
+
+    cdef ExpertPart part(self, const int32_t[::1] which, const uint64_t[::1] addresses):
+        cdef ExpertPart part = ExpertPart.__new__(ExpertPart)
         cdef const int32_t[::1] pair_start = self.pair_start, pair_end = self.pair_end
         cdef int32_t[:, ::1] pairs
-        cdef long count = which.shape[0], work = 0, i
-        cdef int index = active_index()
+        cdef uint64_t[::1] where
+        cdef long count = which.shape[0], i
         if addresses.shape[0] != count:
             raise ValueError(f"{count} experts at {addresses.shape[0]} addresses")
+        part.call = self.call
+        part.count = count
         if count == 0:
-            return
+            return part
         pairs = numpy.empty((2, count), numpy.int32)
+        where = numpy.empty(count, numpy.uint64)
         for i in range(count):
             if not 0 <= which[i] < pair_start.shape[0]:
                 raise ValueError(f"expert {which[i]} of {pair_start.shape[0]} in this batch")
             pairs[0, i] = pair_start[which[i]]
             pairs[1, i] = pair_end[which[i]]
-            work += (pairs[1, i] - pairs[0, i]) * call.intermediate_padded * call.hidden_padded
-        call.addresses = &addresses[0]
-        call.pair_start = &pairs[0, 0]
-        call.pair_end = &pairs[1, 0]
+            where[i] = addresses[i]
+            part.work += (pairs[1, i] - pairs[0, i]) * self.call.intermediate_padded * self.call.hidden_padded
+        part.call.addresses = &where[0]
+        part.call.pair_start = &pairs[0, 0]
+        part.call.pair_end = &pairs[1, 0]
+        part.kept = (self, pairs.base, where.base)
+        return part
+
+
+cdef class ExpertPart:
+    """Some experts of a batch, ready to be computed."""
+
+    cdef sf_experts call
+    cdef long count, work
+    cdef object kept
+
+
+def compute_together(batches, int threads=1):
+    """`ExpertBatch.compute` for several batches side by side: batches is a list of (batch, which, addresses)."""
+    cdef int index = active_index()
+    cdef ExpertPart part
+    cdef bint joined = False
+    parts = []
+    for batch, which, addresses in batches:
+        part = (<ExpertBatch?>batch).part(which, addresses)
+        if part.count > 0:
+            keep((part,))
+            parts.append(part)
+    for part in parts:
         with nogil:
-            parallel_for(sf_expert_gate_up_units[index], &call, count * tile_units(call.intermediate), threads,
-                         2 * work)
-            if call.bits == 8:
-                parallel_for(sf_expert_quantize_units[index], &call, count, threads, work // call.hidden * 4)
-            parallel_for(sf_expert_down_units[index], &call, count * tile_units(call.hidden), threads,
-                         work)
+            parallel_for(sf_expert_gate_up_units[index], &part.call, sizeof(sf_experts),
+                         part.count * units_of(part.call.intermediate, part.call.gate_up_unit_tiles), threads, 2 * part.work,
+                         sf_expert_gate_up_weights, joined)
+        joined = True
+    joined = False
+    for part in parts:
+        if part.call.bits == 8:
+            with nogil:
+                parallel_for(sf_expert_quantize_units[index], &part.call, sizeof(sf_experts), part.count, threads,
+                             part.work // part.call.hidden * 4, NULL, joined)
+            joined = True
+    joined = False
+    for part in parts:
+        with nogil:
+            parallel_for(sf_expert_down_units[index], &part.call, sizeof(sf_experts),
+                         part.count * units_of(part.call.hidden, part.call.down_unit_tiles), threads, part.work,
+                         sf_expert_down_weights, joined)
+        joined = True
 
 
 def combine(float[:, ::1] residual, const float[:, :, ::1] out, const float[:, ::1] weights,
@@ -241,6 +290,7 @@ def combine(float[:, ::1] residual, const float[:, :, ::1] out, const float[:, :
     call.residual = &residual[0, 0]
     call.top_k = out.shape[1]
     call.hidden = out.shape[2]
+    keep((residual.base, out.base, weights.base, shared.base, shared_gate.base))
     with nogil:
-        parallel_for(sf_combine_units[active_index()], &call, residual.shape[0], threads,
+        parallel_for(sf_combine_units[active_index()], &call, sizeof(call), residual.shape[0], threads,
                      residual.shape[0] * call.top_k * call.hidden)

@@ -4,7 +4,7 @@
 import numpy
 
 from sparseflow.kernels.isa cimport active_index
-from sparseflow.kernels.threads cimport parallel_for, unit_function
+from sparseflow.kernels.threads cimport keep, parallel_for, unit_function
 
 cdef extern from "csrc/norms.h":
     struct sf_norm:
@@ -39,7 +39,8 @@ def rms_norm(const float[:, ::1] x, const float[::1] weight, float eps, const fl
     call.out = &out[0, 0]
     call.columns = x.shape[1]
     call.eps = eps
+    keep((x.base, None if gate is None else gate.base, result))
     with nogil:
-        parallel_for(sf_norm_units[active_index()], &call, x.shape[0], threads,
+        parallel_for(sf_norm_units[active_index()], &call, sizeof(call), x.shape[0], threads,
                      4 * x.shape[0] * x.shape[1])
     return result

@@ -1,5 +1,13 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False, embedsignature=True, freethreading_compatible=True
-"""The seam between kernels and threads: nothing else in the package starts or names a thread of computation."""
+"""The seam between kernels and threads: nothing else in the package starts or names a thread of computation.
+
+A kernel that is called on its own runs at once. Called within a Step it is noted down, and the step runs all that was noted in
+one parallel region: starting one costs as much as reading a hundred KiB of weights, and a layer has some twenty kernels.
+"""
+
+from libc.stdint cimport uint8_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
 
 import numbers
 import os
@@ -7,17 +15,139 @@ import os
 from sparseflow.errors import OptionError
 
 cdef extern from "csrc/parallel.h":
-    ctypedef void (*sf_unit)(void *, long, int) noexcept nogil
-    int sf_watch_forks() noexcept nogil
-    void sf_parallel_for(sf_unit function, void *argument, long units, int threads) noexcept nogil
+    struct sf_operation:
+        unit_function function
+        void *argument
+        long units
+        locate_function locate
+        int alone
+        int joined
 
+    struct sf_phase:
+        pass
+
+    struct sf_stretch:
+        pass
+
+    int sf_watch_forks() noexcept nogil
+    void sf_run(const sf_operation *operations, int count, int threads, sf_phase *phases, sf_stretch *stretches) noexcept nogil
+
+cdef extern from *:
+    """
+    static __thread void *sf_recording = 0; /* the Step of this thread, borrowed */
+    """
+    void *sf_recording
 
 cdef enum:
-    LITTLE_WORK = 1 << 16  # about as long as waking another thread takes
+    LITTLE_WORK = 1 << 16       # about as long as waking another thread takes
+    LITTLE_WORK_AWAKE = 1 << 13  # about as long as passing a barrier takes
+    OPERATIONS = 64             # of a step: when there are more, it runs those it has
+    ARGUMENT_BYTES = 256
 
 
-cdef void parallel_for(unit_function function, void *argument, long units, int threads, long work) noexcept nogil:
-    sf_parallel_for(function, argument, units, threads if work >= LITTLE_WORK else 1)
+cdef class Step:
+    """Kernels called within it run together: a context manager for the calling thread.
+
+        with Step(threads) as step:
+            y = kernel(x)       # noted down
+            z = kernel(y)
+            step.run()          # now y and z are computed
+            ...
+                                # leaving runs what was noted since
+
+    Until then nothing may look at what the kernels return, except to give it to other kernels. An exception drops what has not
+    run. `threads` holds for all kernels, whatever theirs say.
+    """
+
+    cdef int threads
+    cdef int count
+    cdef sf_operation *operations
+    cdef uint8_t *arguments
+    cdef sf_phase *phases
+    cdef sf_stretch *stretches
+    cdef list kept
+    cdef void *outer
+
+    def __cinit__(self, int threads):
+        if threads < 1:
+            raise OptionError(f"a step of {threads} threads; it takes at least 1")
+        self.threads = threads
+        self.kept = []
+        self.operations = <sf_operation *>malloc(OPERATIONS * sizeof(sf_operation))
+        self.arguments = <uint8_t *>malloc(OPERATIONS * ARGUMENT_BYTES)
+        self.phases = <sf_phase *>malloc(OPERATIONS * sizeof(sf_phase))
+        self.stretches = <sf_stretch *>malloc(<size_t>OPERATIONS * threads * sizeof(sf_stretch))
+        if self.operations == NULL or self.arguments == NULL or self.phases == NULL or self.stretches == NULL:
+            raise MemoryError
+
+    def __dealloc__(self):
+        free(self.operations)
+        free(self.arguments)
+        free(self.phases)
+        free(self.stretches)
+
+    def __enter__(self) -> Step:
+        global sf_recording
+        self.outer = sf_recording
+        sf_recording = <void *>self
+        return self
+
+    def __exit__(self, kind, *exception) -> None:
+        global sf_recording
+        sf_recording = self.outer
+        if kind is None:
+            self.run()
+        self.count = 0
+        self.kept.clear()
+
+    def run(self) -> None:
+        """Computes what was noted down. Releases the GIL."""
+        with nogil:
+            self.compute()
+        self.kept.clear()
+
+    cdef void compute(self) noexcept nogil:
+        if self.count > 0:
+            sf_run(self.operations, self.count, self.threads, self.phases, self.stretches)
+        self.count = 0
+
+    cdef void note(self, sf_operation operation, size_t size) noexcept nogil:
+        if self.count == OPERATIONS:
+            self.compute()
+        memcpy(self.arguments + self.count * ARGUMENT_BYTES, operation.argument, size)
+        operation.argument = self.arguments + self.count * ARGUMENT_BYTES
+        self.operations[self.count] = operation
+        self.count += 1
+
+
+cdef void parallel_for(unit_function function, void *argument, size_t size, long units, int threads, long work,
+                       locate_function locate=NULL, bint joined=False) noexcept nogil:
+    cdef sf_operation operation
+    cdef sf_phase phase
+    cdef sf_stretch *stretches
+    operation.function = function
+    operation.argument = argument
+    operation.units = units
+    operation.locate = locate
+    operation.joined = joined
+    operation.alone = work < LITTLE_WORK_AWAKE
+    if sf_recording != NULL and size <= ARGUMENT_BYTES:
+        (<Step>sf_recording).note(operation, size)
+        return
+    threads = threads if work >= LITTLE_WORK else 1
+    stretches = <sf_stretch *>malloc(threads * sizeof(sf_stretch))
+    sf_run(&operation, 1, threads if stretches != NULL else 1, &phase, stretches)
+    free(stretches)
+
+
+cdef int keep(tuple objects) except -1:
+    if sf_recording != NULL:
+        (<Step>sf_recording).kept.append(objects)
+    return 0
+
+
+cdef int team(int threads) noexcept nogil:
+    return threads if sf_recording == NULL else (<Step>sf_recording).threads
 
 
 if sf_watch_forks() != 0:

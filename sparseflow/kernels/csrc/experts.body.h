@@ -15,6 +15,7 @@ struct sf_experts {
     const int32_t *pair_token; /* [pairs] row of x */
     const int32_t *pair_slot;  /* [pairs] row of out */
     long hidden, hidden_padded, intermediate, intermediate_padded;
+    long gate_up_unit_tiles, down_unit_tiles; /* row tiles per unit of parallel work */
     long down_tiles, gate_up_scales, down_scales; /* byte offsets in a slice; gate_up tiles are at 0 */
     int bits;
     const float *x;            /* [tokens][hidden] */
@@ -93,14 +94,15 @@ SF_INLINE void SF_NAME(down_block)(const struct sf_experts *call, int bits, int 
                       left < 16 ? (int)left : 16);
 }
 
-/* SF_UNIT_TILES row tiles of one expert's gate and up, or of its down, for all its pairs; down is a constant */
+/* One unit of row tiles of one expert's gate and up, or of its down, for all its pairs; down is a constant */
 SF_INLINE void SF_NAME(expert_tiles)(const struct sf_experts *call, int down, long unit)
 {
     const long rows = down ? call->hidden : call->intermediate;
     const long tiles = (rows + SF_TILE_ROWS - 1) / SF_TILE_ROWS;
-    const long units = (tiles + SF_UNIT_TILES - 1) / SF_UNIT_TILES;
-    const long expert = unit / units, first = unit % units * SF_UNIT_TILES;
-    const long last = first + SF_UNIT_TILES < tiles ? first + SF_UNIT_TILES : tiles;
+    const long unit_tiles = down ? call->down_unit_tiles : call->gate_up_unit_tiles;
+    const long units = (tiles + unit_tiles - 1) / unit_tiles;
+    const long expert = unit / units, first = unit % units * unit_tiles;
+    const long last = first + unit_tiles < tiles ? first + unit_tiles : tiles;
     const long start = call->pair_start[expert], end = call->pair_end[expert];
     const uint8_t *slice = (const uint8_t *)(uintptr_t)call->addresses[expert];
     for (long tile = first; tile < last; tile++) {

@@ -1,4 +1,4 @@
-/* y = x W^T for a matrix in tiles; a unit of work is SF_UNIT_TILES row tiles for all tokens. */
+/* y = x W^T for a matrix in tiles; a unit of work is a few row tiles for all tokens. */
 #include "tiles.body.h"
 #ifndef SF_LINEAR_COMMON
 #define SF_LINEAR_COMMON
@@ -11,6 +11,8 @@ struct sf_linear {
     const float *x;                /* bf16: the activations, [tokens][columns] */
     float *y;                      /* [tokens][rows] */
     long tokens, rows, columns, padded;
+    long unit_tiles;
+    int onto;                      /* y is added to, not replaced */
 };
 #endif
 
@@ -21,11 +23,16 @@ static void SF_NAME(quantize_unit)(void *argument, long token, int worker)
     SF_NAME(quantize_row)(call->x + token * call->columns, call->columns, &call->quantized, token);
 }
 
+SF_INLINE void SF_NAME(linear_store_row)(const struct sf_linear *call, float *y, F out, int count)
+{
+    f_store_first(y, call->onto ? f_add(f_load_first(y, count), out) : out, count);
+}
+
 SF_INLINE void SF_NAME(linear_store)(const struct sf_linear *call, long tile, long token, int count, const F *out)
 {
     const long row = tile * SF_TILE_ROWS, left = call->rows - row;
     for (int m = 0; m < count; m++)
-        f_store_first(call->y + (token + m) * call->rows + row, out[m], left < 16 ? (int)left : 16);
+        SF_NAME(linear_store_row)(call, call->y + (token + m) * call->rows + row, out[m], left < 16 ? (int)left : 16);
 }
 
 SF_INLINE void SF_NAME(linear_int8_block)(const struct sf_linear *call, int count, long tile, long token)
@@ -51,11 +58,11 @@ SF_INLINE void SF_NAME(linear_bf16_block)(const struct sf_linear *call, int coun
     SF_NAME(linear_store)(call, tile, token, count, out);
 }
 
-/* SF_UNIT_TILES row tiles for all tokens; bits is a constant */
+/* One unit of row tiles for all tokens; bits is a constant */
 SF_INLINE void SF_NAME(linear_tiles)(const struct sf_linear *call, int bits, long unit)
 {
     const long tiles = (call->rows + SF_TILE_ROWS - 1) / SF_TILE_ROWS;
-    const long first = unit * SF_UNIT_TILES, last = first + SF_UNIT_TILES < tiles ? first + SF_UNIT_TILES : tiles;
+    const long first = unit * call->unit_tiles, last = first + call->unit_tiles < tiles ? first + call->unit_tiles : tiles;
     for (long tile = first; tile < last; tile++) {
         long token = 0;
 #define INT8_STEP(count) SF_NAME(linear_int8_block)(call, count, tile, token)
