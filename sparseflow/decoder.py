@@ -9,6 +9,7 @@ when it runs: where the router's choice is looked at, after experts, and at the 
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ from sparseflow.kernels.norms import rms_norm
 from sparseflow.kernels.threads import Step
 from sparseflow.layout import ExpertLayout
 from sparseflow.leases import Lease, LeaseTable
+from sparseflow.prefetch import GuessRecord, Guesses, NextRouter
 from sparseflow.replay import RouteReplay
 from sparseflow.rotary import Rotary
 from sparseflow.state import DecoderState, KVCache, LinearState
@@ -138,6 +140,7 @@ class SparseMoe:
         self.shared_expert_gate = core.linears[name + "shared_expert_gate.weight"]
         projections = (core.linears.pop(f"{name}shared_expert.{part}_proj.weight") for part in ("gate", "up", "down"))
         self.shared_expert = SharedExpert(*projections)
+        self.next_router: NextRouter | None = None
         self.layer = layer
         self.geometry = geometry
         self.layout = experts
@@ -150,6 +153,7 @@ class SparseMoe:
         residual: Array,
         position: int,
         step: Step,
+        guesses: Guesses | None,
         trace: LayerTrace | None,
         replay: RouteReplay | None,
     ) -> None:
@@ -161,6 +165,8 @@ class SparseMoe:
             ids, weights = replay.route(logits, self.layer, position, self.threads)
         step.run()
         self.leases.observe(self.layer, ids, weights)
+        if guesses is not None:
+            guesses.judge(ids)
         quantized = x.quantized if self.layout.bits == 8 else None
         batch = ExpertBatch(x.x, quantized, ids, g.num_experts, g.moe_intermediate_size, self.layout)
         # The shared expert: one that every token chooses.
@@ -186,7 +192,11 @@ class SparseMoe:
                 waited += _wait(lease, ready)
                 compute_together([(batch, which[ready], lease.addresses[ready]), *beside], self.threads)
                 beside = []
+                if guesses is not None and self.next_router is not None:
+                    guesses.predict(self.next_router, residual)
                 step.run()
+                if guesses is not None:
+                    guesses.begin()
                 # The rest as it arrives, a few at a time, while those behind are still being read.
                 for start in range(lease.num_ready, len(lease), EXPERTS_AT_ONCE):
                     part = lease.order[start : start + EXPERTS_AT_ONCE]
@@ -233,6 +243,7 @@ class DecoderLayer:
         cosine: Array,
         sine: Array,
         step: Step,
+        guesses: Guesses | None,
         trace: LayerTrace | None,
         replay: RouteReplay | None,
     ) -> None:
@@ -244,7 +255,7 @@ class DecoderLayer:
         else:
             assert self.linear_attn is not None
             self.linear_attn(normed, state, x)
-        self.mlp(Activations(self.post_attention_layernorm(x), self.threads), x, position, step, trace, replay)
+        self.mlp(Activations(self.post_attention_layernorm(x), self.threads), x, position, step, guesses, trace, replay)
 
 
 class Decoder:
@@ -258,6 +269,7 @@ class Decoder:
         experts: ExpertLayout,
         leases: LeaseTable,
         threads: int,
+        prefetch: bool,
     ) -> None:
         self.embed_tokens = embed_tokens
         self.layers = [
@@ -266,7 +278,15 @@ class Decoder:
         self.norm = RMSNorm(core.arrays["norm.weight"], geometry.rms_norm_eps, threads)
         self.lm_head: Linear = core.linears["lm_head.weight"]
         self.rotary = Rotary(geometry)
+        self.leases = leases
+        self.top_k = geometry.num_experts_per_tok
         self.threads = threads
+        # Only where something is evicted, and the disk can be told what is more urgent.
+        self.guess_record: GuessRecord | None = None
+        if prefetch and leases.direct and leases.slots < geometry.num_hidden_layers * geometry.num_experts:
+            self.guess_record = GuessRecord(self.top_k)
+            for layer, after in pairwise(self.layers):
+                layer.mlp.next_router = NextRouter(after.mlp.layer, after.post_attention_layernorm, after.mlp.gate)
 
     def __call__(
         self,
@@ -285,9 +305,12 @@ class Decoder:
         x = self.embed_tokens(ids)
         cosine, sine = self.rotary(state.position, len(ids))
         result = np.empty((0, self.lm_head.rows), np.float32)
+        guesses: Guesses | None = None
+        if self.guess_record is not None and len(ids) == 1 and self.guess_record.begin_token():
+            guesses = Guesses(self.guess_record, self.leases, self.top_k, self.threads)
         with Step(self.threads) as step:
             for layer, layer_state in zip(self.layers, state.layers, strict=True):
-                layer(x, layer_state, state.position, cosine, sine, step, trace, replay)
+                layer(x, layer_state, state.position, cosine, sine, step, guesses, trace, replay)
             if logits > 0:
                 result = self.lm_head(Activations(self.norm(x[-logits:]), self.threads))
         state.position += len(ids)

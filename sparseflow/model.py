@@ -39,6 +39,7 @@ def load(
     strict: bool = False,
     context: int | None = None,
     prefill_chunk: int = 512,
+    prefetch: bool = True,
     progress: Progress | None = None,
 ) -> Model:
     """Opens a packed model.
@@ -51,6 +52,8 @@ def load(
         strict: evicted experts are also dropped from the page cache, so that the bound holds for the machine.
         context: the most tokens of one session; None for the model's own limit.
         prefill_chunk: tokens fed at once; more need more memory and fewer passes over the experts.
+        prefetch: in a strict run, read ahead the experts that the next layer is likely to choose, as long as the guesses are mostly right.
+            It changes no result.
         progress: called as progress(what, done, total) with bytes while weights are read.
 
     Raises PackedModelError for a folder that is no complete packed model, OptionError for a bad argument, CapacityError when the
@@ -64,8 +67,10 @@ def load(
         raise OptionError(f"prefill_chunk is {prefill_chunk!r}: give a whole number of at least 1")
     if not isinstance(strict, bool):
         raise OptionError(f"strict is {strict!r}: give True or False")
+    if not isinstance(prefetch, bool):
+        raise OptionError(f"prefetch is {prefetch!r}: give True or False")
     slots = Footprint.of(manifest).cache_slots(cache, context)
-    return Model(manifest, slots, cache == "resident", threads, strict, context, prefill_chunk, progress)
+    return Model(manifest, slots, cache == "resident", threads, strict, context, prefill_chunk, prefetch, progress)
 
 
 class Model:
@@ -91,6 +96,7 @@ class Model:
         strict: bool,
         context: int,
         prefill_chunk: int,
+        prefetch: bool,
         progress: Progress | None,
     ) -> None:
         self.manifest = manifest
@@ -108,7 +114,7 @@ class Model:
             self.core_bytes = core.nbytes
             # Past the page cache where it must not, or need not, hold the same bytes a second time.
             self.leases = LeaseTable(self.store, slots, direct=self.store.direct and (strict or resident))
-            self.decoder = Decoder(core, Embedding(manifest), g, self.layout, self.leases, threads)
+            self.decoder = Decoder(core, Embedding(manifest), g, self.layout, self.leases, threads, prefetch)
             if resident:
                 self.leases.admit_all(_labelled(progress, "experts"))
         except BaseException:
