@@ -40,9 +40,9 @@ class Activations:
 
 
 class Linear:
-    """A weight matrix [rows, columns] in tiles; calling it gives x W^T, float32 [tokens, rows].
+    """A weight matrix [rows, columns] of the dense core; calling it gives x W^T, float32 [tokens, rows].
 
-    Attributes: bits 8 (tiles uint8, scales the bits of float16) or 16 (tiles uint16, the bits of bfloat16; no scales).
+    Attributes: rows, columns, bits 8 (tiles uint8, scales the bits of float16) or 16 (tiles uint16, the bits of bfloat16; no scales).
     """
 
     def __init__(self, entry: TensorEntry, data: NDArray[np.uint8]) -> None:
@@ -53,14 +53,13 @@ class Linear:
         if self.bits == 8:
             self.tiles = data[: tile_bytes(self.rows, self.columns, 8)]
             self.scales = data[scales_offset(entry.shape) :].view(np.uint16)
+        self._matrix = linear.Matrix(self.tiles, self.scales, self.rows, self.columns)
 
     def __call__(
         self, x: Activations, onto: NDArray[np.float32] | None = None, joined: bool = False
     ) -> NDArray[np.float32]:
         """x W^T, or `onto` with that added in place; `joined`: beside the kernel before, of which it needs nothing."""
-        if self.bits == 8:
-            return linear.matmul_int8(x.quantized, self.tiles, self.scales, self.rows, x.threads, onto, joined)
-        return linear.matmul_bf16(x.x, self.tiles, self.rows, x.threads, onto, joined)
+        return self._matrix.multiply(x.quantized if self.bits == 8 else x.x, x.threads, onto, joined)
 
 
 def project(x: Activations, *matrices: Linear) -> list[NDArray[np.float32]]:

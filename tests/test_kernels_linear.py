@@ -24,11 +24,11 @@ def random_case(rows: int, columns: int, tokens: int, seed: int = 0) -> tuple[np
 
 def int8_product(weight: np.ndarray, x: np.ndarray, threads: int = 1) -> np.ndarray:
     tiles, scales = tile_int8(*quantize_weights(weight, "w"))
-    return linear.matmul_int8(linear.quantize(x), tiles, scales.view(np.uint16), len(weight), threads)
+    return linear.Matrix(tiles, scales.view(np.uint16), *weight.shape).multiply(linear.quantize(x), threads)
 
 
 def bf16_product(weight: np.ndarray, x: np.ndarray, threads: int = 1) -> np.ndarray:
-    return linear.matmul_bf16(x, tile_bf16(to_bf16_bits(weight)), len(weight), threads)
+    return linear.Matrix(tile_bf16(to_bf16_bits(weight)), np.empty(0, np.uint16), *weight.shape).multiply(x, threads)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -111,12 +111,19 @@ def test_read_only_inputs_are_accepted(each_isa: str) -> None:
     tiles = tile_bf16(to_bf16_bits(weight))
     for array in (tiles, x):
         array.setflags(write=False)
-    assert linear.matmul_bf16(x, tiles, 20).shape == (2, 20)
+    assert linear.Matrix(tiles, np.empty(0, np.uint16), 20, 64).multiply(x).shape == (2, 20)
 
 
 def test_tiles_that_do_not_fit_are_refused() -> None:
-    x = np.ones((1, 64), np.float32)
     with pytest.raises(ValueError, match="20 rows and 64 columns"):
-        linear.matmul_bf16(x, np.zeros(64, np.uint16), 20)
+        linear.Matrix(np.zeros(64, np.uint16), np.empty(0, np.uint16), 20, 64)
     with pytest.raises(ValueError, match="20 rows and 64 columns"):
-        linear.matmul_int8(linear.quantize(x), np.zeros(64, np.uint8), np.zeros(1, np.uint16), 20)
+        linear.Matrix(np.zeros(64, np.uint8), np.zeros(1, np.uint16), 20, 64)
+
+
+def test_activations_that_do_not_fit_are_refused() -> None:
+    matrix = linear.Matrix(np.zeros((32, 64), np.uint16).reshape(-1), np.empty(0, np.uint16), 20, 64)
+    with pytest.raises(ValueError, match="32 activations, a matrix of 64 columns"):
+        matrix.multiply(np.ones((1, 32), np.float32))
+    with pytest.raises(ValueError, match="product of"):
+        matrix.multiply(np.ones((1, 64), np.float32), onto=np.ones((1, 21), np.float32))

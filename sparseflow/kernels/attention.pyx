@@ -5,6 +5,7 @@ from libc.stdint cimport uint64_t
 
 import numpy
 
+from sparseflow.kernels.arrays cimport data_of
 from sparseflow.kernels.isa cimport active_index
 from sparseflow.kernels.threads cimport keep, parallel_for, team, unit_function
 
@@ -34,10 +35,8 @@ PAGE_POSITIONS = SF_PAGE
 float32 [kv_heads, PAGE_POSITIONS, head_dim]."""
 
 
-def gated_attention(float[:, ::1] q_gate, float[:, ::1] k, const float[:, ::1] v, const float[::1] q_weight,
-                    const float[::1] k_weight, const float[:, ::1] cosine, const float[:, ::1] sine,
-                    const uint64_t[::1] key_pages, const uint64_t[::1] value_pages, Py_ssize_t position, float eps,
-                    int threads=1):
+def gated_attention(q_gate, k, v, const float[::1] q_weight, const float[::1] k_weight, cosine, sine, key_pages, value_pages,
+                    Py_ssize_t position, float eps, int threads=1):
     """Appends a chunk's keys and values to the cache and attends; out float32 [tokens, heads * head_dim].
 
     q_gate float32 [tokens, heads * 2 * head_dim], each head's query then its output gate; k, v
@@ -47,46 +46,47 @@ def gated_attention(float[:, ::1] q_gate, float[:, ::1] k, const float[:, ::1] v
 
         out = softmax(q k^T / sqrt(head_dim)) v * sigmoid(gate), causal, kv head = head // (heads / kv_heads)
     """
-    cdef Py_ssize_t tokens = q_gate.shape[0], head_dim = q_weight.shape[0]
-    cdef Py_ssize_t heads = q_gate.shape[1] // (2 * head_dim), kv_heads = k.shape[1] // head_dim
+    cdef float[:, ::1] q_gate_view = q_gate, k_view = k
+    cdef const float[:, ::1] v_view = v, cosine_view = cosine, sine_view = sine
+    cdef const uint64_t[::1] key_pages_view = key_pages, value_pages_view = value_pages
+    cdef Py_ssize_t tokens = q_gate_view.shape[0], head_dim = q_weight.shape[0]
+    cdef Py_ssize_t heads = q_gate_view.shape[1] // (2 * head_dim), kv_heads = k_view.shape[1] // head_dim
     cdef Py_ssize_t pages = (position + tokens + SF_PAGE - 1) // SF_PAGE
     cdef Py_ssize_t parts
-    cdef float[:, ::1] out, scores
     cdef sf_attention call
-    if (tokens == 0 or kv_heads < 1 or heads % kv_heads or q_gate.shape[1] != heads * 2 * head_dim
-            or k.shape[1] != kv_heads * head_dim or v.shape[1] != k.shape[1] or k.shape[0] != tokens
-            or v.shape[0] != tokens or k_weight.shape[0] != head_dim or cosine.shape[0] != tokens
-            or sine.shape[0] != tokens or sine.shape[1] != cosine.shape[1] or 2 * cosine.shape[1] > head_dim):
-        raise ValueError(f"queries [{tokens}, {q_gate.shape[1]}] and keys [{k.shape[0]}, {k.shape[1]}] do not make "
+    if (tokens == 0 or kv_heads < 1 or heads % kv_heads or q_gate_view.shape[1] != heads * 2 * head_dim
+            or k_view.shape[1] != kv_heads * head_dim or v_view.shape[1] != k_view.shape[1] or k_view.shape[0] != tokens
+            or v_view.shape[0] != tokens or k_weight.shape[0] != head_dim or cosine_view.shape[0] != tokens
+            or sine_view.shape[0] != tokens or sine_view.shape[1] != cosine_view.shape[1] or 2 * cosine_view.shape[1] > head_dim):
+        raise ValueError(f"queries [{tokens}, {q_gate_view.shape[1]}] and keys [{k_view.shape[0]}, {k_view.shape[1]}] do not make "
                          f"heads of {head_dim}")
-    if position < 0 or key_pages.shape[0] < pages or value_pages.shape[0] < pages:
-        raise ValueError(f"{key_pages.shape[0]} pages of cache do not hold {position + tokens} positions")
+    if position < 0 or key_pages_view.shape[0] < pages or value_pages_view.shape[0] < pages:
+        raise ValueError(f"{key_pages_view.shape[0]} pages of cache do not hold {position + tokens} positions")
     if threads < 1:
         raise ValueError(f"{threads} threads")
     result = numpy.empty((tokens, heads * head_dim), numpy.float32)
-    out = result
     scores = numpy.empty((team(threads), SF_HEADS_AT_ONCE * pages * SF_PAGE), numpy.float32)
-    call.q_gate = &q_gate[0, 0]
-    call.k = &k[0, 0]
-    call.v = &v[0, 0]
+    call.q_gate = &q_gate_view[0, 0]
+    call.k = &k_view[0, 0]
+    call.v = &v_view[0, 0]
     call.q_weight = &q_weight[0]
     call.k_weight = &k_weight[0]
-    call.cosine = &cosine[0, 0]
-    call.sine = &sine[0, 0]
-    call.key_pages = &key_pages[0]
-    call.value_pages = &value_pages[0]
-    call.scores = &scores[0, 0]
-    call.out = &out[0, 0]
+    call.cosine = &cosine_view[0, 0]
+    call.sine = &sine_view[0, 0]
+    call.key_pages = &key_pages_view[0]
+    call.value_pages = &value_pages_view[0]
+    call.scores = <float *>data_of(scores)
+    call.out = <float *>data_of(result)
     call.tokens = tokens
     call.position = position
     call.heads = heads
     call.kv_heads = kv_heads
     call.head_dim = head_dim
-    call.rotary_dim = 2 * cosine.shape[1]
+    call.rotary_dim = 2 * cosine_view.shape[1]
     call.score_stride = pages * SF_PAGE
     call.eps = eps
     parts = (heads // kv_heads + SF_HEADS_AT_ONCE - 1) // SF_HEADS_AT_ONCE
-    keep((q_gate.base, k.base, v.base, cosine.base, sine.base, key_pages.base, value_pages.base, result, scores.base))
+    keep((q_gate, k, v, cosine, sine, key_pages, value_pages, result, scores))
     with nogil:
         parallel_for(sf_attention_append_units[active_index()], &call, sizeof(call), tokens, threads,
                      4 * tokens * (heads + kv_heads) * head_dim)

@@ -5,6 +5,7 @@ from libc.stdint cimport int32_t, uint64_t
 
 import numpy
 
+from sparseflow.kernels.arrays cimport data_of
 from sparseflow.kernels.isa cimport active_index
 from sparseflow.kernels.linear cimport Quantized, padded_columns, sf_quantized
 from sparseflow.kernels.threads cimport keep, parallel_for, unit_function
@@ -50,47 +51,50 @@ cdef extern from "csrc/experts.h":
     unit_function *sf_combine_units
     unit_function *sf_router_units
 
+cdef object _empty = numpy.empty
+cdef object _float32 = numpy.dtype(numpy.float32)
+cdef object _int32 = numpy.dtype(numpy.int32)
+cdef object _uint64 = numpy.dtype(numpy.uint64)
+
 
 cdef long units_of(long rows, long unit_tiles) noexcept nogil:
     return ((rows + 15) // 16 + unit_tiles - 1) // unit_tiles
 
 
-def route(const float[:, ::1] logits, Py_ssize_t top_k, int threads=1):
+def route(router_logits, Py_ssize_t top_k, int threads=1):
     """The top_k experts of each token and their weights, from router logits float32 [tokens, experts].
 
     Returns ids int32 [tokens, top_k], ascending, and weights float32 [tokens, top_k]: softmax over all experts,
     renormalised over the chosen. Of equal logits the lower id is chosen.
     """
-    cdef int32_t[:, ::1] id_view
-    cdef float[:, ::1] weight_view
+    cdef const float[:, ::1] logits = router_logits
     cdef sf_router call
     if logits.shape[0] == 0 or not 1 <= top_k <= logits.shape[1]:
         raise ValueError(f"cannot choose {top_k} of {logits.shape[1]} experts for {logits.shape[0]} tokens")
-    ids = numpy.empty((logits.shape[0], top_k), numpy.int32)
-    weights = numpy.empty((logits.shape[0], top_k), numpy.float32)
-    id_view, weight_view = ids, weights
+    ids = _empty((logits.shape[0], top_k), _int32)
+    weights = _empty((logits.shape[0], top_k), _float32)
     call.logits = &logits[0, 0]
     call.given = NULL
     call.ranked = False
-    call.ids = &id_view[0, 0]
-    call.weights = &weight_view[0, 0]
+    call.ids = <int32_t *>data_of(ids)
+    call.weights = <float *>data_of(weights)
     call.experts = logits.shape[1]
     call.top_k = top_k
-    keep((logits.base, ids, weights))
+    keep((router_logits, ids, weights))
     with nogil:
         parallel_for(sf_router_units[active_index()], &call, sizeof(call), logits.shape[0], threads,
                      logits.shape[0] * logits.shape[1] * top_k)
     return ids, weights
 
 
-def route_given(const float[:, ::1] logits, const int32_t[:, ::1] given, bint ranked=False, int threads=1):
+def route_given(router_logits, given_ids, bint ranked=False, int threads=1):
     """The weights of experts that were chosen elsewhere, given int32 [tokens, top_k], distinct and ascending in each row.
 
     Returns ids and weights as `route` does: softmax of the logits of these experts alone. With `ranked`, each row of `given`
     is in the order of a router instead, heaviest first, and the same weights are dealt out in that order.
     """
-    cdef int32_t[:, ::1] id_view
-    cdef float[:, ::1] weight_view
+    cdef const float[:, ::1] logits = router_logits
+    cdef const int32_t[:, ::1] given = given_ids
     cdef sf_router call
     cdef Py_ssize_t token, k
     if logits.shape[0] == 0 or given.shape[0] != logits.shape[0] or given.shape[1] == 0:
@@ -99,17 +103,16 @@ def route_given(const float[:, ::1] logits, const int32_t[:, ::1] given, bint ra
         for k in range(given.shape[1]):
             if not 0 <= given[token, k] < logits.shape[1]:
                 raise ValueError(f"expert id {given[token, k]} is not below {logits.shape[1]}")
-    ids = numpy.empty((given.shape[0], given.shape[1]), numpy.int32)
-    weights = numpy.empty((given.shape[0], given.shape[1]), numpy.float32)
-    id_view, weight_view = ids, weights
+    ids = _empty((given.shape[0], given.shape[1]), _int32)
+    weights = _empty((given.shape[0], given.shape[1]), _float32)
     call.logits = &logits[0, 0]
     call.given = &given[0, 0]
     call.ranked = ranked
-    call.ids = &id_view[0, 0]
-    call.weights = &weight_view[0, 0]
+    call.ids = <int32_t *>data_of(ids)
+    call.weights = <float *>data_of(weights)
     call.experts = logits.shape[1]
     call.top_k = given.shape[1]
-    keep((logits.base, given.base, ids, weights))
+    keep((router_logits, given_ids, ids, weights))
     with nogil:
         parallel_for(sf_router_units[active_index()], &call, sizeof(call), logits.shape[0], threads,
                      logits.shape[0] * call.top_k * call.top_k)
@@ -125,22 +128,33 @@ cdef class ExpertBatch:
     """
 
     cdef readonly object experts, out
-    cdef object pair_start, pair_end, x, quantized, pair_token, pair_slot, h, h_quantized
+    cdef object x, quantized, counts, h, h_quantized
+    cdef int32_t *start
+    cdef int32_t *end
+    cdef Py_ssize_t distinct
     cdef sf_experts call
 
-    def __init__(self, const float[:, ::1] x, Quantized quantized, const int32_t[:, ::1] ids,
+    def __init__(self, x, Quantized quantized, const int32_t[:, ::1] ids,
                  Py_ssize_t num_experts, Py_ssize_t intermediate, layout):
         """x float32 [tokens, hidden]; quantized: its int8 form, for int8 experts, else None; ids int32 [tokens, top_k];
         layout: where the sections of a slice lie (layout.ExpertLayout)."""
-        cdef Py_ssize_t tokens = ids.shape[0], top_k = ids.shape[1], pairs = tokens * top_k, hidden = x.shape[1]
+        cdef const float[:, ::1] rows = x
+        cdef Py_ssize_t tokens = ids.shape[0], top_k = ids.shape[1], pairs = tokens * top_k, hidden = rows.shape[1]
         cdef Py_ssize_t token, k, expert, distinct = 0
-        cdef int32_t[::1] next_pair, start, end, experts, pair_token, pair_slot
-        cdef float[:, ::1] h
-        cdef float[:, :, ::1] out
+        cdef int32_t *next_pair
+        cdef int32_t *experts
+        cdef int32_t *pair_token
+        cdef int32_t *pair_slot
         cdef Quantized h_quantized
-        if x.shape[0] != tokens or pairs == 0:
-            raise ValueError(f"{x.shape[0]} rows of activations, {tokens} of expert ids")
-        next_pair = numpy.zeros(num_experts + 1, numpy.int32)
+        if rows.shape[0] != tokens or pairs == 0:
+            raise ValueError(f"{rows.shape[0]} rows of activations, {tokens} of expert ids")
+        # One piece for all that counts: next_pair [num_experts + 1], start, end [num_experts], pair_token, pair_slot [pairs]
+        self.counts = numpy.zeros(3 * num_experts + 1 + 2 * pairs, numpy.int32)
+        next_pair = <int32_t *>data_of(self.counts)
+        self.start = next_pair + num_experts + 1
+        self.end = self.start + num_experts
+        pair_token = self.end + num_experts
+        pair_slot = pair_token + pairs
         for token in range(tokens):
             for k in range(top_k):
                 if not 0 <= ids[token, k] < num_experts:
@@ -149,18 +163,16 @@ cdef class ExpertBatch:
         for expert in range(num_experts):
             distinct += next_pair[expert + 1] > 0
             next_pair[expert + 1] += next_pair[expert]
-        self.experts = experts = numpy.empty(distinct, numpy.int32)
-        self.pair_start = start = numpy.empty(distinct, numpy.int32)
-        self.pair_end = end = numpy.empty(distinct, numpy.int32)
+        self.distinct = distinct
+        self.experts = _empty(distinct, _int32)
+        experts = <int32_t *>data_of(self.experts)
         distinct = 0
         for expert in range(num_experts):
             if next_pair[expert + 1] > next_pair[expert]:
                 experts[distinct] = <int32_t>expert
-                start[distinct] = next_pair[expert]
-                end[distinct] = next_pair[expert + 1]
+                self.start[distinct] = next_pair[expert]
+                self.end[distinct] = next_pair[expert + 1]
                 distinct += 1
-        self.pair_token = pair_token = numpy.empty(pairs, numpy.int32)
-        self.pair_slot = pair_slot = numpy.empty(pairs, numpy.int32)
         for token in range(tokens):
             for k in range(top_k):
                 pair_token[next_pair[ids[token, k]]] = <int32_t>token
@@ -168,14 +180,12 @@ cdef class ExpertBatch:
                 next_pair[ids[token, k]] += 1
 
         self.x, self.quantized = x, quantized
-        self.out = numpy.empty((tokens, top_k, hidden), numpy.float32)
-        out = self.out
+        self.out = _empty((tokens, top_k, hidden), _float32)
         self.call.hidden = hidden
         self.call.hidden_padded = padded_columns(hidden)
         self.call.intermediate = intermediate
         self.call.intermediate_padded = padded_columns(intermediate)
-        self.h = numpy.empty((pairs, self.call.intermediate_padded), numpy.float32)
-        h = self.h
+        self.h = _empty((pairs, self.call.intermediate_padded), _float32)
         self.call.bits = layout.bits
         self.call.gate_up_unit_tiles = sf_unit_tiles(2 * self.call.hidden_padded * 16 * (layout.bits // 8))
         self.call.down_unit_tiles = sf_unit_tiles(self.call.intermediate_padded * 16 * (layout.bits // 8))
@@ -190,11 +200,11 @@ cdef class ExpertBatch:
             h_quantized.allocate(pairs, intermediate)
             self.h_quantized = h_quantized
             self.call.h_quantized = h_quantized.view
-        self.call.pair_token = &pair_token[0]
-        self.call.pair_slot = &pair_slot[0]
-        self.call.x = &x[0, 0]
-        self.call.h = &h[0, 0]
-        self.call.out = &out[0, 0, 0]
+        self.call.pair_token = pair_token
+        self.call.pair_slot = pair_slot
+        self.call.x = &rows[0, 0]
+        self.call.h = <float *>data_of(self.h)
+        self.call.out = <float *>data_of(self.out)
 
     def compute(self, const int32_t[::1] which, const uint64_t[::1] addresses, int threads=1):
         """Computes experts[which] for all their tokens; addresses uint64 [len(which)]: where each of their slices begins.
@@ -203,9 +213,8 @@ cdef class ExpertBatch:
 
     cdef ExpertPart part(self, const int32_t[::1] which, const uint64_t[::1] addresses):
         cdef ExpertPart part = ExpertPart.__new__(ExpertPart)
-        cdef const int32_t[::1] pair_start = self.pair_start, pair_end = self.pair_end
-        cdef int32_t[:, ::1] pairs
-        cdef uint64_t[::1] where
+        cdef int32_t *pairs
+        cdef uint64_t *where
         cdef long count = which.shape[0], i
         if addresses.shape[0] != count:
             raise ValueError(f"{count} experts at {addresses.shape[0]} addresses")
@@ -213,19 +222,21 @@ cdef class ExpertBatch:
         part.count = count
         if count == 0:
             return part
-        pairs = numpy.empty((2, count), numpy.int32)
-        where = numpy.empty(count, numpy.uint64)
+        bounds = _empty((2, count), _int32)
+        copied = _empty(count, _uint64)
+        pairs = <int32_t *>data_of(bounds)
+        where = <uint64_t *>data_of(copied)
         for i in range(count):
-            if not 0 <= which[i] < pair_start.shape[0]:
-                raise ValueError(f"expert {which[i]} of {pair_start.shape[0]} in this batch")
-            pairs[0, i] = pair_start[which[i]]
-            pairs[1, i] = pair_end[which[i]]
+            if not 0 <= which[i] < self.distinct:
+                raise ValueError(f"expert {which[i]} of {self.distinct} in this batch")
+            pairs[i] = self.start[which[i]]
+            pairs[count + i] = self.end[which[i]]
             where[i] = addresses[i]
-            part.work += (pairs[1, i] - pairs[0, i]) * self.call.intermediate_padded * self.call.hidden_padded
-        part.call.addresses = &where[0]
-        part.call.pair_start = &pairs[0, 0]
-        part.call.pair_end = &pairs[1, 0]
-        part.kept = (self, pairs.base, where.base)
+            part.work += (pairs[count + i] - pairs[i]) * self.call.intermediate_padded * self.call.hidden_padded
+        part.call.addresses = where
+        part.call.pair_start = pairs
+        part.call.pair_end = pairs + count
+        part.kept = (self, bounds, copied)
         return part
 
 
@@ -270,13 +281,15 @@ def compute_together(batches, int threads=1):
         joined = True
 
 
-def combine(float[:, ::1] residual, const float[:, :, ::1] out, const float[:, ::1] weights,
-            const float[:, :, ::1] shared, const float[:, ::1] shared_gate, int threads=1):
+def combine(stream, outputs, expert_weights, shared_out, gate, int threads=1):
     """residual float32 [tokens, hidden] += sum over k of weights[:, k] * out[:, k] + sigmoid(shared_gate) * shared.
 
     out [tokens, top_k, hidden] and weights [tokens, top_k] in ascending expert id, shared [tokens, 1, hidden],
     shared_gate [tokens, 1]. One chain of fused multiply-adds per element, in that order.
     """
+    cdef float[:, ::1] residual = stream
+    cdef const float[:, :, ::1] out = outputs, shared = shared_out
+    cdef const float[:, ::1] weights = expert_weights, shared_gate = gate
     cdef sf_combine call
     if (out.shape[0] != residual.shape[0] or out.shape[2] != residual.shape[1] or weights.shape[0] != out.shape[0]
             or weights.shape[1] != out.shape[1] or shared.shape[0] != out.shape[0] or shared.shape[1] != 1
@@ -290,7 +303,7 @@ def combine(float[:, ::1] residual, const float[:, :, ::1] out, const float[:, :
     call.residual = &residual[0, 0]
     call.top_k = out.shape[1]
     call.hidden = out.shape[2]
-    keep((residual.base, out.base, weights.base, shared.base, shared_gate.base))
+    keep((stream, outputs, expert_weights, shared_out, gate))
     with nogil:
         parallel_for(sf_combine_units[active_index()], &call, sizeof(call), residual.shape[0], threads,
                      residual.shape[0] * call.top_k * call.hidden)

@@ -9,20 +9,20 @@ class Quantized:
     columns: int
 
 def quantize(x: NDArray[float32], threads: int = 1) -> Quantized: ...
-def matmul_int8(
-    x: Quantized,
-    tiles: NDArray[uint8],
-    scales: NDArray[uint16],
-    rows: int,
-    threads: int = 1,
-    onto: NDArray[float32] | None = None,
-    joined: bool = False,
-) -> NDArray[float32]: ...
-def matmul_bf16(
-    x: NDArray[float32],
-    tiles: NDArray[uint16],
-    rows: int,
-    threads: int = 1,
-    onto: NDArray[float32] | None = None,
-    joined: bool = False,
-) -> NDArray[float32]: ...
+
+class Matrix:
+    rows: int
+    columns: int
+    bits: int
+    tiles: NDArray[uint8] | NDArray[uint16]
+    scales: NDArray[uint16]
+    def __init__(
+        self, tiles: NDArray[uint8] | NDArray[uint16], scales: NDArray[uint16], rows: int, columns: int
+    ) -> None: ...
+    def multiply(
+        self,
+        x: Quantized | NDArray[float32],
+        threads: int = 1,
+        onto: NDArray[float32] | None = None,
+        joined: bool = False,
+    ) -> NDArray[float32]: ...
