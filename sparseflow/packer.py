@@ -114,7 +114,7 @@ class Packer:
         layout = ExpertLayout(self.geometry.hidden_size, self.geometry.moe_intermediate_size, self.expert_bits)
         count = self.geometry.num_experts
 
-        def jobs() -> Iterator[Callable[[], bytes]]:
+        def jobs() -> Iterator[Callable[[], NDArray[np.uint8]]]:
             for expert in range(count):
                 parts = self.checkpoint.expert(layer, expert)
                 gate, up, down = (self._read(rows, self.expert_bits) for rows in parts)
