@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sparseflow.errors import CheckpointError
 from sparseflow.kernels import packing
-from sparseflow.layout import ExpertLayout, scale_bytes, tile_bytes
+from sparseflow.layout import SECTION, ExpertLayout, scale_bytes, tile_bytes
 from sparseflow.quantize import CODE_MAX, from_bf16_bits, require_finite
 from sparseflow.tiles import row_tiles
 
@@ -60,10 +60,13 @@ def pack_expert(
     names = (name, name, name) if isinstance(name, str) else name
     inner, hidden = gate.shape
     layout = ExpertLayout(hidden, inner, bits)
-    packed = np.zeros(layout.slice_bytes, np.uint8)
+    packed = np.empty(layout.slice_bytes, np.uint8)
 
     def section(offset: int | None, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        return packed[:0].view(dtype) if offset is None else packed[offset : offset + size].view(dtype)
+        if offset is None:
+            return np.empty(0, dtype)
+        packed[offset + size :][: -size % SECTION] = 0  # up to the next section
+        return packed[offset : offset + size].view(dtype)
 
     half = np.dtype(np.float16)
     turns = (row_tiles(inner), 2, -1)  # tile rows of gate and up take turns
