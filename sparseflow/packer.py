@@ -203,6 +203,8 @@ class Packer:
         try:
             while view:
                 count = os.pwrite(self.files[file], view, offset)
+                # Linux begins to write these pages back: the disk then works while the next piece is read and rounded.
+                os.posix_fadvise(self.files[file], offset, count, os.POSIX_FADV_DONTNEED)
                 view, offset = view[count:], offset + count
         except OSError as error:
             raise StorageError(
