@@ -1,4 +1,4 @@
-"""Stored weights -> packed bytes: the rounding rule, the tile order and the layout of an expert's slice put together.
+"""Stored weights -> packed bytes: the rounding kernels and the layout of an expert's slice put together.
 
 Stored weights are what a shard holds: uint16 (the bits of bfloat16), float16 or float32.
 """
@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparseflow.layout import ExpertLayout
-from sparseflow.quantize import from_bf16_bits, quantize_weights, require_finite, require_finite_bf16, to_bf16_bits
-from sparseflow.tiles import TILE_ROWS, alternate, row_tiles, tile_bf16, tile_int8
+from sparseflow.errors import CheckpointError
+from sparseflow.kernels import packing
+from sparseflow.layout import SECTION, ExpertLayout, scale_bytes, tile_bytes
+from sparseflow.quantize import CODE_MAX, from_bf16_bits, require_finite
+from sparseflow.tiles import row_tiles
 
-_CACHED_WEIGHTS = 2**18
+_TYPES: dict[int, np.dtype[Any]] = {8: np.dtype(np.uint8), 16: np.dtype(np.uint16)}
+_BEYOND_BF16 = (2 - 2**-8) * 2.0**127  # the least magnitude that rounds to infinity
 
 
 def as_float32(stored: NDArray[Any]) -> NDArray[np.float32]:
@@ -23,57 +26,74 @@ def as_float32(stored: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def as_bf16_bits(stored: NDArray[Any], name: str) -> NDArray[np.uint16]:
-    """Stored weights as bfloat16 bits, wider ones rounded. Raises CheckpointError with `name` for NaN, infinite, too large."""
-    if stored.dtype != np.uint16:
-        # NaN first: rounding could turn some of its bit patterns into numbers.
-        require_finite(stored, name)
-        stored = to_bf16_bits(as_float32(stored))
-    require_finite_bf16(stored, name)
-    return stored
+    """Stored [R, K] as bfloat16 bits, wider ones rounded. Raises CheckpointError with `name` for NaN, infinite, too large."""
+    bits = np.empty(stored.shape, np.uint16)
+    _require_in_bf16(packing.round_bf16(stored, bits), name)
+    return bits
 
 
 def values_changed(stored: NDArray[Any]) -> int:
-    """How many stored weights bfloat16 cannot hold exactly."""
-    if stored.dtype == np.uint16:
-        return 0
-    exact = as_float32(stored)
-    return int(np.count_nonzero(from_bf16_bits(to_bf16_bits(exact)) != exact))
+    """How many stored weights bfloat16 cannot hold exactly: those with a bit below its upper half of float32."""
+    return 0 if stored.dtype == np.uint16 else int(np.count_nonzero(as_float32(stored).view(np.uint32) & 0xFFFF))
 
 
 def pack_matrix(stored: NDArray[Any], bits: int, name: str) -> tuple[NDArray[Any], NDArray[np.float16]]:
-    """Stored [R, K] -> (tiles, scales), both flat in file order; the scales of 16-bit weights are empty."""
+    """Stored [R, K] -> (tiles, scales), both flat in file order; the scales of 16-bit weights are empty.
+
+    Raises CheckpointError with `name` for NaN, infinite and too large weights.
+    """
     rows, columns = stored.shape
-    # Whole tile rows that stay in the processor's cache through all the steps: half again as fast as one large matrix.
-    step = max(_CACHED_WEIGHTS // columns // TILE_ROWS, 1) * TILE_ROWS
-    blocks = [stored[start : start + step] for start in range(0, rows, step)]
-    if bits == 16:
-        return np.concatenate([tile_bf16(as_bf16_bits(block, name)) for block in blocks]), np.empty(0, np.float16)
-    packed = [tile_int8(*quantize_weights(as_float32(block), name)) for block in blocks]
-    return np.concatenate([tiles for tiles, _ in packed]), np.concatenate([scales for _, scales in packed])
+    tiles = np.empty(tile_bytes(rows, columns, bits), np.uint8).view(_TYPES[bits])
+    scales = np.empty(scale_bytes(rows, columns) if bits == 8 else 0, np.uint8).view(np.float16)
+    count = row_tiles(rows)
+    _round_into(tiles.reshape(count, -1), scales.reshape(count, -1), stored, bits, name)
+    return tiles, scales
 
 
 def pack_expert(
     gate: NDArray[Any], up: NDArray[Any], down: NDArray[Any], bits: int, name: str | tuple[str, str, str] = "expert"
-) -> bytes:
-    """The slice of one expert: stored gate [I, H], up [I, H] and down [H, I] -> `slice_bytes` bytes.
+) -> NDArray[np.uint8]:
+    """The slice of one expert: stored gate [I, H], up [I, H] and down [H, I] -> uint8 [slice_bytes].
 
-    `name` (of all, or of each of the three) is for the messages of CheckpointError.
+    `name` (of all, or of each of the three) is for the messages of CheckpointError, raised as by `pack_matrix`.
     """
     names = (name, name, name) if isinstance(name, str) else name
     inner, hidden = gate.shape
     layout = ExpertLayout(hidden, inner, bits)
-    gate_tiles, gate_scales = pack_matrix(gate, bits, names[0])
-    up_tiles, up_scales = pack_matrix(up, bits, names[1])
-    down_tiles, down_scales = pack_matrix(down, bits, names[2])
-    count = row_tiles(inner)
-    sections = [
-        (layout.gate_up_tiles, alternate(gate_tiles, up_tiles, count)),
-        (layout.down_tiles, down_tiles),
-    ]
-    if layout.gate_up_scales is not None and layout.down_scales is not None:
-        sections += [(layout.gate_up_scales, alternate(gate_scales, up_scales, count)), (layout.down_scales, down_scales)]
-    packed = np.zeros(layout.slice_bytes, np.uint8)
-    for offset, section in sections:
-        data = section.view(np.uint8)
-        packed[offset : offset + data.size] = data
-    return packed.tobytes()
+    packed = np.empty(layout.slice_bytes, np.uint8)
+
+    def section(offset: int | None, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        if offset is None:
+            return np.empty(0, dtype)
+        packed[offset + size :][: -size % SECTION] = 0  # up to the next section
+        return packed[offset : offset + size].view(dtype)
+
+    half = np.dtype(np.float16)
+    turns = (row_tiles(inner), 2, -1)  # tile rows of gate and up take turns
+    pairs = section(layout.gate_up_tiles, 2 * tile_bytes(inner, hidden, bits), _TYPES[bits]).reshape(turns)
+    pair_scales = section(layout.gate_up_scales, 2 * scale_bytes(inner, hidden), half).reshape(turns)
+    _round_into(pairs[:, 0], pair_scales[:, 0], gate, bits, names[0])
+    _round_into(pairs[:, 1], pair_scales[:, 1], up, bits, names[1])
+    tiles = section(layout.down_tiles, tile_bytes(hidden, inner, bits), _TYPES[bits]).reshape(row_tiles(hidden), -1)
+    scales = section(layout.down_scales, scale_bytes(hidden, inner), half).reshape(row_tiles(hidden), -1)
+    _round_into(tiles, scales, down, bits, names[2])
+    return packed
+
+
+def _round_into(tiles: NDArray[Any], scales: NDArray[np.float16], stored: NDArray[Any], bits: int, name: str) -> None:
+    """Write stored [R, K] to its tile rows, tiles [Rt, 16 * Kp] and scales [Rt, 16 * G] (none for 16 bits)."""
+    if bits == 16:
+        _require_in_bf16(packing.pack_bf16(stored, tiles), name)
+        return
+    largest = packing.pack_int8(stored, tiles, scales.view(np.uint16))
+    require_finite(largest, name)
+    with np.errstate(over="ignore"):
+        scale = np.float16(np.float32(largest) / np.float32(CODE_MAX))
+    if np.isinf(scale):
+        raise CheckpointError(f"tensor {name}: weight of magnitude {largest:.6g} is too large for a float16 scale")
+
+
+def _require_in_bf16(largest: float, name: str) -> None:
+    require_finite(largest, name)
+    if largest >= _BEYOND_BF16:
+        raise CheckpointError(f"tensor {name}: weight of magnitude {largest:.6g} is beyond bfloat16")

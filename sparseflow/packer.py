@@ -114,7 +114,7 @@ class Packer:
         layout = ExpertLayout(self.geometry.hidden_size, self.geometry.moe_intermediate_size, self.expert_bits)
         count = self.geometry.num_experts
 
-        def jobs() -> Iterator[Callable[[], bytes]]:
+        def jobs() -> Iterator[Callable[[], NDArray[np.uint8]]]:
             for expert in range(count):
                 parts = self.checkpoint.expert(layer, expert)
                 gate, up, down = (self._read(rows, self.expert_bits) for rows in parts)
@@ -203,6 +203,8 @@ class Packer:
         try:
             while view:
                 count = os.pwrite(self.files[file], view, offset)
+                # Linux begins to write these pages back: the disk then works while the next piece is read and rounded.
+                os.posix_fadvise(self.files[file], offset, count, os.POSIX_FADV_DONTNEED)
                 view, offset = view[count:], offset + count
         except OSError as error:
             raise StorageError(

@@ -1,4 +1,4 @@
-"""The order of weights inside a packed matrix, to and fro (numpy).
+"""The order of weights inside a packed matrix, and back from it (numpy); `kernels.packing` writes it.
 
 A matrix [R, K] becomes ceil(R/16) tile rows of 16 rows each, K padded to a multiple of 32:
 
@@ -33,25 +33,10 @@ def padded_columns(columns: int) -> int:
     return -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 
 
-def tile_int8(codes: NDArray[np.int8], scales: NDArray[np.float16]) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
-    """Codes [R, K] and scales [R, G] -> (tiles uint8 [Rt*16*Kp], scales float16 [Rt*G*16]), both flat in file order."""
-    rows, columns = codes.shape
-    count, padded = row_tiles(rows), padded_columns(columns)
-    matrix = np.full((count * TILE_ROWS, padded), CODE_OFFSET, np.uint8)
-    # Adding 128 to a two's complement byte is flipping its top bit.
-    np.bitwise_xor(codes.view(np.uint8), CODE_OFFSET, out=matrix[:rows, :columns])
-    # Four codes move as one word, which makes the transposition four times cheaper.
-    words = matrix.view(np.uint32).reshape(count, TILE_ROWS, padded // 4)
-    tiles = np.ascontiguousarray(words.transpose(0, 2, 1)).view(np.uint8).reshape(-1)
-    spread = np.zeros((count * TILE_ROWS, scales.shape[1]), np.float16)
-    spread[:rows] = scales
-    return tiles, np.ascontiguousarray(spread.reshape(count, TILE_ROWS, -1).transpose(0, 2, 1)).reshape(-1)
-
-
 def untile_int8(
     tiles: NDArray[np.uint8], scales: NDArray[np.float16], rows: int, columns: int
 ) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
-    """Undo `tile_int8`: (codes int8 [R, K], scales float16 [R, G])."""
+    """Tiles uint8 [Rt*16*Kp] and scales float16 [Rt*G*16] -> (codes int8 [R, K], scales float16 [R, G])."""
     count, padded = row_tiles(rows), padded_columns(columns)
     matrix = tiles.reshape(count, padded // 4, TILE_ROWS, 4).transpose(0, 2, 1, 3).reshape(count * TILE_ROWS, padded)
     codes = (matrix[:rows, :columns] ^ np.uint8(CODE_OFFSET)).view(np.int8)
@@ -59,18 +44,8 @@ def untile_int8(
     return codes, spread[:rows].copy()
 
 
-def tile_bf16(bits: NDArray[np.uint16]) -> NDArray[np.uint16]:
-    """Bfloat16 bits [R, K] -> tiles uint16 [Rt*16*Kp], flat in file order."""
-    rows, columns = bits.shape
-    count, padded = row_tiles(rows), padded_columns(columns)
-    matrix = np.zeros((count * TILE_ROWS, padded), np.uint16)
-    matrix[:rows, :columns] = bits
-    words = matrix.view(np.uint32).reshape(count, TILE_ROWS, padded // 2)
-    return np.ascontiguousarray(words.transpose(0, 2, 1)).view(np.uint16).reshape(-1)
-
-
 def untile_bf16(tiles: NDArray[np.uint16], rows: int, columns: int) -> NDArray[np.uint16]:
-    """Undo `tile_bf16`: bits uint16 [R, K]."""
+    """Tiles uint16 [Rt*16*Kp] -> bits uint16 [R, K]."""
     count, padded = row_tiles(rows), padded_columns(columns)
     matrix = tiles.reshape(count, padded // 2, TILE_ROWS, 2).transpose(0, 2, 1, 3).reshape(count * TILE_ROWS, padded)
     return matrix[:rows, :columns].copy()

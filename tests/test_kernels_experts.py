@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_checkpoint import bf16_values
 from reference import ops
 
 from sparseflow.encode import pack_expert
@@ -13,7 +14,6 @@ from sparseflow.kernels import isa
 from sparseflow.kernels.experts import ExpertBatch, combine, route, route_given
 from sparseflow.kernels.linear import quantize
 from sparseflow.layout import ExpertLayout
-from sparseflow.quantize import from_bf16_bits, to_bf16_bits
 
 SHAPES = [(32, 16, 4, 2, 1), (40, 24, 5, 3, 7), (130, 33, 9, 4, 12), (64, 144, 3, 1, 20)]  # hidden, inner, E, top_k, T
 
@@ -25,12 +25,12 @@ class Layer:
         self.hidden, self.inner, self.experts, self.top_k, tokens = shape
         rng = np.random.default_rng([seed, bits, *shape])
         self.layout = ExpertLayout(self.hidden, self.inner, bits)
-        draw = lambda *size: from_bf16_bits(to_bf16_bits(rng.standard_normal(size).astype(np.float32) * np.float32(0.1)))
+        draw = lambda *size: bf16_values(rng.standard_normal(size).astype(np.float32) * np.float32(0.1))
         self.matrices = [
             (draw(self.inner, self.hidden), draw(self.inner, self.hidden), draw(self.hidden, self.inner))
             for _ in range(self.experts)
         ]
-        self.slices = [np.frombuffer(bytes(pack_expert(*parts, bits)), np.uint8) for parts in self.matrices]
+        self.slices = [pack_expert(*parts, bits) for parts in self.matrices]
         self.x = rng.standard_normal((tokens, self.hidden)).astype(np.float32)
         self.ids, self.weights = route(rng.standard_normal((tokens, self.experts)).astype(np.float32), self.top_k)
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import ops
 
+from sparseflow.encode import as_bf16_bits, pack_matrix
 from sparseflow.kernels import isa, linear
-from sparseflow.quantize import from_bf16_bits, quantize_weights, to_bf16_bits
-from sparseflow.tiles import tile_bf16, tile_int8
+from sparseflow.quantize import from_bf16_bits
 
 SHAPES = [(1, 1, 1), (16, 32, 1), (5, 40, 3), (33, 128, 2), (70, 129, 9), (64, 300, 17), (129, 512, 8)]
 sizes = st.tuples(st.integers(1, 70), st.integers(1, 300), st.integers(1, 20))
@@ -23,12 +23,13 @@ def random_case(rows: int, columns: int, tokens: int, seed: int = 0) -> tuple[np
 
 
 def int8_product(weight: np.ndarray, x: np.ndarray, threads: int = 1) -> np.ndarray:
-    tiles, scales = tile_int8(*quantize_weights(weight, "w"))
+    tiles, scales = pack_matrix(weight, 8, "w")
     return linear.Matrix(tiles, scales.view(np.uint16), *weight.shape).multiply(linear.quantize(x), threads)
 
 
 def bf16_product(weight: np.ndarray, x: np.ndarray, threads: int = 1) -> np.ndarray:
-    return linear.Matrix(tile_bf16(to_bf16_bits(weight)), np.empty(0, np.uint16), *weight.shape).multiply(x, threads)
+    tiles, _ = pack_matrix(weight, 16, "w")
+    return linear.Matrix(tiles, np.empty(0, np.uint16), *weight.shape).multiply(x, threads)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -47,7 +48,7 @@ def test_int8_equals_the_reference(each_isa: str, shape: tuple[int, int, int]) -
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bf16_equals_the_reference(each_isa: str, shape: tuple[int, int, int]) -> None:
     weight, x = random_case(*shape)
-    kept = from_bf16_bits(to_bf16_bits(weight)).astype(np.float64)
+    kept = from_bf16_bits(as_bf16_bits(weight, "w")).astype(np.float64)
     expected = x.astype(np.float64) @ kept.T
     assert np.abs(bf16_product(weight, x) - expected).max() <= 1e-6 * (np.abs(x) @ np.abs(kept).T).max()
 
@@ -108,7 +109,7 @@ def test_what_is_not_finite_is_not_hidden_by_codes(each_isa: str, value: float, 
 
 def test_read_only_inputs_are_accepted(each_isa: str) -> None:
     weight, x = random_case(20, 64, 2)
-    tiles = tile_bf16(to_bf16_bits(weight))
+    tiles, _ = pack_matrix(weight, 16, "w")
     for array in (tiles, x):
         array.setflags(write=False)
     assert linear.Matrix(tiles, np.empty(0, np.uint16), 20, 64).multiply(x).shape == (2, 20)

@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from random_checkpoint import to_bf16
+from reference import ops
 
 from checkpoints import DEMO, SMALL, Stored, extra_tensors, random_tensors, shapes, write_checkpoint
 from sparseflow.cli.pack import ProgressLine, main, report_table
@@ -24,7 +26,7 @@ from sparseflow.errors import OptionError, PackedModelError, StorageError
 from sparseflow.layout import ExpertLayout, tile_bytes
 from sparseflow.pack import pack_checkpoint
 from sparseflow.packfile import HEADER_BYTES, Header, read_manifest
-from sparseflow.quantize import from_bf16_bits, quantize_weights, to_bf16_bits
+from sparseflow.quantize import from_bf16_bits
 from sparseflow.tiles import row_tiles, untile_bf16, untile_int8
 
 SFX = ("experts.sfx", "dense.sfx", "embed.sfx")
@@ -43,7 +45,7 @@ def matrix(data: np.ndarray, scales: np.ndarray | None, rows: int, columns: int)
 
 
 def rounded(weights: np.ndarray, bits: int) -> tuple[np.ndarray, ...]:
-    return quantize_weights(weights, "w") if bits == 8 else (to_bf16_bits(weights),)
+    return ops.quantize_weights(weights) if bits == 8 else (to_bf16(weights),)
 
 
 def assert_equal(found: tuple[np.ndarray, ...], expected: tuple[np.ndarray, ...]) -> None:
@@ -172,7 +174,7 @@ def test_wider_weights_are_rounded_and_counted(tmp_path, dtype):
     source = write_checkpoint(tmp_path / "source", tensors)
     manifest = pack_checkpoint(source, tmp_path / "packed", experts="bf16", dense="bf16")
     values = tensors["model.embed_tokens.weight"].values()
-    bits = to_bf16_bits(values)
+    bits = to_bf16(values)
     embedded = np.fromfile(tmp_path / "packed" / "embed.sfx", np.uint16)[HEADER_BYTES // 2 :]
     assert np.array_equal(embedded, bits.reshape(-1))
     entry = manifest["report"]["rounded_to_bf16"]["embed_tokens.weight"]

@@ -10,19 +10,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from sparseflow.encode import as_bf16_bits, pack_matrix
 from sparseflow.errors import CheckpointError
-from sparseflow.quantize import (
-    dequantize_weights,
-    from_bf16_bits,
-    groups,
-    quantize_weights,
-    require_finite_bf16,
-    to_bf16_bits,
-)
+from sparseflow.quantize import dequantize_weights, from_bf16_bits, groups
+from sparseflow.tiles import untile_int8
 
 # Up to where amax / 127 still fits float16.
 floats = st.floats(-8e6, 8e6, width=32)
 matrices = hnp.arrays(np.float32, st.tuples(st.integers(1, 5), st.integers(1, 300)), elements=floats)
+
+
+def quantize_weights(weights: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Codes int8 [R, K] and scales float16 [R, G] as the packer makes them."""
+    return untile_int8(*pack_matrix(weights, 8, name), *weights.shape)
+
+
+def to_bf16_bits(values: np.ndarray) -> np.ndarray:
+    """A vector's bits as the packer makes them."""
+    return as_bf16_bits(values[None], "w")[0]
 
 
 def by_the_rule(row: np.ndarray) -> tuple[list[int], list[float]]:
@@ -120,10 +125,11 @@ def test_bf16_bits_are_exact_both_ways():
 
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_bf16_is_the_nearest(value):
-    (bits,) = to_bf16_bits(np.array([value], np.float32)).tolist()
-    if bits & 0x7FFF == 0x7F80:
-        assert abs(value) >= 2.0**127 * (2 - 2**-8)
+    if abs(value) >= 2.0**127 * (2 - 2**-8):
+        with pytest.raises(CheckpointError, match="tensor w: weight of magnitude .* is beyond bfloat16"):
+            to_bf16_bits(np.array([value], np.float32))
         return
+    (bits,) = to_bf16_bits(np.array([value], np.float32)).tolist()
     rounded = struct.unpack("<f", struct.pack("<I", bits << 16))[0]
     exact = np.float64(value)
     for neighbour in (bits - 1, bits + 1):
@@ -137,8 +143,18 @@ def test_bf16_ties_go_to_even():
     assert to_bf16_bits(ties).tolist() == [0x3F80, 0x3F82, 0xBF80]
 
 
+def test_the_largest_bf16_and_what_lies_beyond():
+    largest, beyond = np.array([0x7F7F7FFF, 0x7F7F8000], np.uint32).view(np.float32)
+    assert to_bf16_bits(np.array([largest, -largest])).tolist() == [0x7F7F, 0xFF7F]
+    with pytest.raises(CheckpointError, match="beyond bfloat16"):
+        to_bf16_bits(np.array([beyond]))
+
+
 @pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF])
 def test_bf16_specials_are_refused(bits):
-    require_finite_bf16(np.array([0x7F7F, 0xFF7F, 0], np.uint16), "w")
-    with pytest.raises(CheckpointError, match="tensor w"):
-        require_finite_bf16(np.array([0, bits], np.uint16), "w")
+    to_bf16_bits(np.array([0x7F7F, 0xFF7F, 0], np.uint16))
+    for form in (8, 16):
+        with pytest.raises(CheckpointError, match="tensor w: holds NaN or infinite"):
+            pack_matrix(np.array([[0, bits]], np.uint16), form, "w")
+    with pytest.raises(CheckpointError, match="tensor w: holds NaN or infinite"):
+        to_bf16_bits(np.array([0, bits], np.uint16))

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from sparseflow.cli.options import SparseFlowCommand
 from sparseflow.config import Geometry
+from sparseflow.encode import as_bf16_bits
 from sparseflow.errors import OptionError, StorageError
 from sparseflow.layout import ExpertLayout, TensorEntry, scales_offset
 from sparseflow.packfile import (
@@ -37,7 +38,7 @@ from sparseflow.packfile import (
     headers,
     write_manifest,
 )
-from sparseflow.quantize import ACTIVATION_GROUP, WEIGHT_GROUP, to_bf16_bits
+from sparseflow.quantize import ACTIVATION_GROUP, WEIGHT_GROUP
 from sparseflow.sizes import format_bytes
 
 QWEN36 = {
@@ -81,8 +82,8 @@ class Pool:
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.codes = self.rng.integers(1, 256, POOL_BYTES, np.uint8)  # code + 128, and -128 is not a code
-        normal = self.rng.standard_normal(POOL_BYTES // 8, np.float32) * np.float32(WEIGHT_STD)
-        self.bf16 = to_bf16_bits(normal)
+        normal = self.rng.standard_normal((1, POOL_BYTES // 8), np.float32) * np.float32(WEIGHT_STD)
+        self.bf16 = as_bf16_bits(normal, "pool").reshape(-1)
         scale = WEIGHT_STD / 73.3  # 73.3: standard deviation of a uniform code
         self.scales = (self.rng.uniform(0.8, 1.2, POOL_BYTES // 16) * scale).astype(np.float16)
 
@@ -171,7 +172,7 @@ class ModelWriter:
             for first in range(0, g.vocab_size, block):
                 rows = self.pool.rng.standard_normal((min(block, g.vocab_size - first), g.hidden_size), np.float32)
                 rows[:, BIAS_CHANNEL] = BIAS_VALUE
-                data = to_bf16_bits(rows).view(np.uint8).reshape(-1)
+                data = as_bf16_bits(rows, "embedding").view(np.uint8).reshape(-1)
                 checksum = zlib.crc32(data, checksum)
                 self._write(file, data)
             _flush(file)
@@ -185,8 +186,8 @@ class ModelWriter:
             if name.endswith("mlp.gate.weight"):
                 # tile order [rows / 16][K / 2][16][2]: the bias channel of all rows lies in the first block of each tile
                 tiles = data.view(np.uint16).reshape(entry.shape[0] // 16, -1, 16, 2)
-                popularity = rng.standard_normal(entry.shape[0]).astype(np.float32) * np.float32(self.skew * WEIGHT_STD)
-                tiles[:, BIAS_CHANNEL // 2, :, BIAS_CHANNEL % 2] = to_bf16_bits(popularity).reshape(-1, 16)
+                popularity = rng.standard_normal((1, entry.shape[0])).astype(np.float32) * np.float32(self.skew * WEIGHT_STD)
+                tiles[:, BIAS_CHANNEL // 2, :, BIAS_CHANNEL % 2] = as_bf16_bits(popularity, name).reshape(-1, 16)
             return data
         if name.endswith("A_log"):
             values = np.log(rng.uniform(1, 16, entry.shape))

@@ -34,8 +34,11 @@
 #define i_power_of_two SF_NAME(i_power_of_two)
 #define i_store_int8 SF_NAME(i_store_int8)
 #define f_load_half SF_NAME(f_load_half)
+#define f_store_half SF_NAME(f_store_half)
+#define f_load_bf16 SF_NAME(f_load_bf16)
 #define f_load_bf16_pair SF_NAME(f_load_bf16_pair)
 #define half_to_float SF_NAME(half_to_float)
+#define float_to_half SF_NAME(float_to_half)
 #define f_load_first SF_NAME(f_load_first)
 #define f_store_first SF_NAME(f_store_first)
 #define f_sum SF_NAME(f_sum)
@@ -99,8 +102,11 @@
 #undef i_power_of_two
 #undef i_store_int8
 #undef f_load_half
+#undef f_store_half
+#undef f_load_bf16
 #undef f_load_bf16_pair
 #undef half_to_float
+#undef float_to_half
 #undef f_load_first
 #undef f_store_first
 #undef f_sum

@@ -30,6 +30,14 @@ SF_INLINE F f_load_half(const uint16_t *p)
 {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
+SF_INLINE void f_store_half(uint16_t *p, F a)
+{
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+SF_INLINE F f_load_bf16(const uint16_t *p)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
 SF_INLINE void f_load_bf16_pair(const uint16_t *p, F *even, F *odd)
 {
     __m512i pair = _mm512_loadu_si512(p);
@@ -72,16 +80,28 @@ SF_INLINE F i_power_of_two(I n)
 }
 SF_INLINE void i_store_int8(int8_t *p, I v)
 {
-    int32_t lanes[16];
-    _mm256_storeu_si256((__m256i *)lanes, v.a);
-    _mm256_storeu_si256((__m256i *)(lanes + 8), v.b);
-    for (int lane = 0; lane < 16; lane++)
-        p[lane] = (int8_t)lanes[lane];
+    /* the packs saturate, and what is wanted is the low byte */
+    const __m256i byte = _mm256_set1_epi32(0xff);
+    __m256i halves = _mm256_packus_epi32(_mm256_and_si256(v.a, byte), _mm256_and_si256(v.b, byte));
+    halves = _mm256_permute4x64_epi64(halves, 0xd8); /* packs work within 128 bits: put the four quarters in order */
+    _mm_storeu_si128((__m128i *)p, _mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
 }
 SF_INLINE F f_load_half(const uint16_t *p)
 {
     return (F){_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
                _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)))};
+}
+SF_INLINE void f_store_half(uint16_t *p, F v)
+{
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(v.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    _mm_storeu_si128((__m128i *)(p + 8), _mm256_cvtps_ph(v.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+SF_INLINE F f_load_bf16(const uint16_t *p)
+{
+    __m256i bits = _mm256_loadu_si256((const __m256i *)p);
+    __m256i low = _mm256_cvtepu16_epi32(_mm256_castsi256_si128(bits));
+    __m256i high = _mm256_cvtepu16_epi32(_mm256_extracti128_si256(bits, 1));
+    return (F){_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))};
 }
 SF_INLINE void f_load_bf16_pair(const uint16_t *p, F *even, F *odd)
 {
@@ -142,6 +162,37 @@ SF_INLINE F f_load_half(const uint16_t *p)
 {
     F r;
     SF_EACH r.v[lane] = half_to_float(p[lane]);
+    return r;
+}
+/* nearest even; a NaN stays one */
+SF_INLINE uint16_t float_to_half(float x)
+{
+    uint32_t bits, sign;
+    memcpy(&bits, &x, 4);
+    sign = bits >> 16 & 0x8000;
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000)
+        return (uint16_t)(sign | 0x7e00);
+    if (bits >= 0x477ff000) /* 65520: rounds to infinity */
+        return (uint16_t)(sign | 0x7c00);
+    if (bits < 0x38800000) { /* under 2^-14 a half is an integer times 2^-24, as are the floats from 0.5 to 1 */
+        float magnitude;
+        memcpy(&magnitude, &bits, 4);
+        magnitude += 0.5f;
+        memcpy(&bits, &magnitude, 4);
+        return (uint16_t)(sign | (bits - 0x3f000000));
+    }
+    bits += 0xfff + (bits >> 13 & 1) - ((127 - 15) << 23);
+    return (uint16_t)(sign | bits >> 13);
+}
+SF_INLINE void f_store_half(uint16_t *p, F a) { SF_EACH p[lane] = float_to_half(a.v[lane]); }
+SF_INLINE F f_load_bf16(const uint16_t *p)
+{
+    F r;
+    SF_EACH {
+        uint32_t bits = (uint32_t)p[lane] << 16;
+        memcpy(&r.v[lane], &bits, 4);
+    }
     return r;
 }
 SF_INLINE void f_load_bf16_pair(const uint16_t *p, F *even, F *odd)
