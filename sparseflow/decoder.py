@@ -35,7 +35,14 @@ class LayerTrace(Protocol):
     """Where a forward reports the routes of each layer."""
 
     def add_layer(
-        self, layer: int, expert_ids: NDArray[np.int32], hit: NDArray[np.bool_], wait_seconds: float, bytes_asked: int
+        self,
+        layer: int,
+        expert_ids: NDArray[np.int32],
+        hit: NDArray[np.bool_],
+        wait_seconds: float,
+        bytes_asked: int,
+        asked_at: float,
+        arrived_at: float,
     ) -> None: ...
 
 
@@ -151,6 +158,7 @@ class SparseMoe:
         shared: Array | None = None
         resident = np.zeros(g.num_experts, np.bool_)
         waited = 0.0
+        asked_at = arrived_at = time.perf_counter()
         # One wave, unless a chunk asks for more distinct experts than the table has slots.
         for first in range(0, len(batch.experts), self.leases.slots):
             wave = batch.experts[first : first + self.leases.slots]
@@ -173,12 +181,14 @@ class SparseMoe:
                     started = time.perf_counter()
                     for i in part:
                         lease.wait_one(int(i))
-                    waited += time.perf_counter() - started
+                    arrived_at = time.perf_counter()
+                    waited += arrived_at - started
                     batch.compute(which[part], lease.addresses[part], self.threads)
         assert shared is not None  # there was at least one wave
         combine(residual, batch.out, weights, shared, self.shared_expert_gate(x), self.threads)
         if trace is not None:
-            trace.add_layer(self.layer, ids, resident[ids], waited, len(batch.experts) * self.layout.stride)
+            bytes_asked = len(batch.experts) * self.layout.stride
+            trace.add_layer(self.layer, ids, resident[ids], waited, bytes_asked, asked_at, arrived_at)
 
     def _shared(self, x: Activations) -> Array:
         """The shared expert's output, float32 [tokens, 1, hidden]: an expert that every token chooses."""
