@@ -40,28 +40,23 @@ SAMPLE_SECONDS = 0.002
 """The system is asked what the disk moved at the end of a layer, unless it was asked less than this ago: a question takes up
 to 10 microseconds, and tracing may cost no more than a hundredth. Layers of a full-sized model take longer and are all counted."""
 
-_BY_FORWARD = {"seconds": np.float32, "bytes_read": np.int64}
+FORWARDS_AT_ONCE = 32
+"""Forwards of as many tokens each are brought into compact form together, which takes a fraction of the time."""
+
+_BY_FORWARD = {"forward_tokens": np.int64, "seconds": np.float32, "bytes_read": np.int64}
 _BY_LAYER = {
+    "wait_seconds": np.float32,
+    "bytes_asked": np.int64,
     "asked_at": np.float32,
     "arrived_at": np.float32,
     "ended_at": np.float32,
-    "wait_seconds": np.float32,
-    "bytes_asked": np.int64,
     "layer_read": np.int64,
 }
 
-
-class _Forward:
-    """One pass of some tokens through all layers; its fields are those of the file, without the leading axis F."""
-
-    def __init__(self, tokens: int, num_layers: int, top_k: int) -> None:
-        self.expert_ids = np.zeros((tokens, num_layers, top_k), np.int16)
-        self.hit = np.zeros((tokens, num_layers, top_k), np.bool_)
-        self.asked_at, self.arrived_at, self.ended_at, self.wait_seconds = np.zeros((4, num_layers), np.float32)
-        self.bytes_asked = np.zeros(num_layers, np.int64)
-        self.layer_read = np.full(num_layers, -1, np.int64)
-        self.seconds = 0.0
-        self.bytes_read = -1
+_Layer = tuple[NDArray[np.int32], NDArray[np.bool_], float, int, float, float, float, int]
+"""Expert ids, hits, and the values of _BY_LAYER."""
+_Forward = tuple[int, float, int, list[_Layer]]
+"""The values of _BY_FORWARD, and the layers."""
 
 
 class RouteTrace:
@@ -77,9 +72,8 @@ class RouteTrace:
         expert_bytes: bytes of one expert; slots: experts that the cache holds.
         replayed: label of the recording, when the session followed a RouteReplay and not its own routers; else None.
 
-    The session writes with `begin_forward`, `add_layer` once for every layer in ascending order, `end_forward`. A forward that
-    was begun and not ended (it failed) is not part of the trace. Memory: 3 bytes per token, layer and chosen expert, and 32 per
-    forward and layer.
+    The session writes with `begin_forward`, `add_layer` once for every layer, `end_forward`. A forward that was begun and not ended
+    (it failed) is not part of the trace. Memory: 3 bytes per token, layer and chosen expert, and 32 per forward and layer.
     """
 
     def __init__(
@@ -93,8 +87,10 @@ class RouteTrace:
         self.expert_bytes = expert_bytes
         self.slots = slots
         self.replayed = replayed
-        self._forwards: list[_Forward] = []
-        self._next = _Forward(0, num_layers, top_k)
+        self._blocks = [self._block(0, [])]  # arrays as in the file, to be joined along their first axes
+        self._pending: list[_Forward] = []  # of as many tokens each, not yet in a block
+        self._layers: dict[int, _Layer] = {}
+        self._tokens = 0
         self._begun = self._sampled = 0.0
         self._counted_first: int | None = None
         self._counted: int | None = None
@@ -106,7 +102,7 @@ class RouteTrace:
 
         disk_bytes: `evidence.disk_bytes_read()` now.
         """
-        self._next = _Forward(tokens, self.num_layers, self.top_k)
+        self._tokens, self._layers = tokens, {}
         self._counted_first = self._counted = disk_bytes
         self._begun = self._sampled = time.perf_counter()
 
@@ -120,7 +116,7 @@ class RouteTrace:
         asked_at: float,
         arrived_at: float,
     ) -> None:
-        """Add one layer of the forward that was begun, as soon as it is done.
+        """Add one layer of the forward that was begun, as soon as it is done. The arrays are kept: do not change them.
 
         Parameters
             expert_ids: int32 [tokens, top_k], each row ascending.
@@ -129,39 +125,65 @@ class RouteTrace:
             bytes_asked: distinct experts of the layer times expert_bytes.
             asked_at, arrived_at: time.perf_counter() when the experts were asked for, and when the last was there.
         """
-        now, forward = time.perf_counter(), self._next
-        forward.expert_ids[:, layer] = expert_ids
-        forward.hit[:, layer] = hit
-        forward.wait_seconds[layer] = wait_seconds
-        forward.bytes_asked[layer] = bytes_asked
-        forward.asked_at[layer] = asked_at - self._begun
-        forward.arrived_at[layer] = arrived_at - self._begun
-        forward.ended_at[layer] = now - self._begun
+        now, read = time.perf_counter(), -1
         if now - self._sampled >= SAMPLE_SECONDS and self._counted is not None:
             counted = disk_bytes_read()
             if counted is not None:
-                forward.layer_read[layer] = counted - self._counted
+                read = counted - self._counted
             self._sampled, self._counted = now, counted
+        begun = self._begun
+        self._layers[layer] = (expert_ids, hit, wait_seconds, bytes_asked, asked_at - begun, arrived_at - begun, now - begun, read)
 
     def end_forward(self, disk_bytes: int | None) -> None:
         """End the forward. disk_bytes: `evidence.disk_bytes_read()` now."""
-        self._next.seconds = time.perf_counter() - self._begun
-        if disk_bytes is not None and self._counted_first is not None:
-            self._next.bytes_read = disk_bytes - self._counted_first
-        self._forwards.append(self._next)
-        self._next = _Forward(0, self.num_layers, self.top_k)
+        seconds = time.perf_counter() - self._begun
+        read = -1 if disk_bytes is None or self._counted_first is None else disk_bytes - self._counted_first
+        if self._pending and (len(self._pending) >= FORWARDS_AT_ONCE or self._pending[0][0] != self._tokens):
+            self._settle()
+        self._pending.append((self._tokens, seconds, read, [self._layers[layer] for layer in range(self.num_layers)]))
+        self._layers = {}
+
+    def _settle(self) -> None:
+        """Bring the pending forwards into compact form."""
+        if self._pending:
+            self._blocks.append(self._block(self._pending[0][0], self._pending))
+            self._pending = []
+
+    def _block(self, tokens: int, forwards: list[_Forward]) -> dict[str, NDArray[Any]]:
+        """The arrays of the file, of forwards that fed `tokens` each."""
+        layers = [layer for forward in forwards for layer in forward[3]]
+        block = {}
+        for place, (name, kind) in enumerate({"expert_ids": np.int16, "hit": np.bool_}.items()):
+            rows = [layer[place] for layer in layers]
+            joined: NDArray[Any] = np.concatenate(rows).astype(kind) if rows else np.zeros(0, kind)
+            by_forward = joined.reshape(len(forwards), self.num_layers, tokens, self.top_k)
+            block[name] = by_forward.transpose(0, 2, 1, 3).reshape(len(forwards) * tokens, self.num_layers, self.top_k)
+        measured = np.array([layer[2:] for layer in layers], np.float64).reshape(len(forwards), self.num_layers, len(_BY_LAYER))
+        for place, (name, dtype) in enumerate(_BY_LAYER.items()):
+            block[name] = measured[..., place].astype(dtype)
+        whole = np.array([forward[:3] for forward in forwards], np.float64).reshape(len(forwards), len(_BY_FORWARD))
+        for place, (name, dtype) in enumerate(_BY_FORWARD.items()):
+            block[name] = whole[:, place].astype(dtype)
+        return block
+
+    def _array(self, name: str) -> NDArray[Any]:
+        """One array of the file."""
+        self._settle()
+        if len(self._blocks) > 1:
+            self._blocks = [{key: np.concatenate([block[key] for block in self._blocks]) for key in self._blocks[0]}]
+        return self._blocks[0][name]
 
     # --- totals ---
 
     @property
     def forwards(self) -> int:
         """Forwards that ended."""
-        return len(self._forwards)
+        return len(self._array("forward_tokens"))
 
     @property
     def tokens(self) -> int:
         """Tokens fed in them."""
-        return sum(len(forward.hit) for forward in self._forwards)
+        return len(self._array("hit"))
 
     @property
     def requests(self) -> int:
@@ -171,7 +193,7 @@ class RouteTrace:
     @property
     def hits(self) -> int:
         """Choices that met an expert in memory; see the class's text about forwards of several tokens."""
-        return sum(int(np.count_nonzero(forward.hit)) for forward in self._forwards)
+        return int(np.count_nonzero(self._array("hit")))
 
     @property
     def misses(self) -> int:
@@ -186,30 +208,30 @@ class RouteTrace:
     @property
     def bytes_asked(self) -> int:
         """Bytes of all leased experts, in memory or not: each distinct expert of a forward's layer once."""
-        return sum(int(forward.bytes_asked.sum()) for forward in self._forwards)
+        return int(self._array("bytes_asked").sum())
 
     @property
     def bytes_read(self) -> int | None:
         """Bytes that the disk moved for this process during the forwards; None where the system did not tell."""
-        read = [forward.bytes_read for forward in self._forwards]
-        return None if -1 in read else sum(read)
+        read = self._array("bytes_read")
+        return None if (read < 0).any() else int(read.sum())
 
     # --- the record itself, as in the file; each call makes a new array ---
 
     @property
     def expert_ids(self) -> NDArray[np.int16]:
         """int16 [tokens, layers, top_k], ascending along the last axis."""
-        return np.concatenate([self._next.expert_ids[:0], *(forward.expert_ids for forward in self._forwards)])
+        return self._array("expert_ids").copy()
 
     @property
     def hit(self) -> NDArray[np.bool_]:
         """bool [tokens, layers, top_k], for the expert at the same place in `expert_ids`."""
-        return np.concatenate([self._next.hit[:0], *(forward.hit for forward in self._forwards)])
+        return self._array("hit").copy()
 
     @property
     def forward_tokens(self) -> NDArray[np.int64]:
         """int64 [forwards]: how many tokens each fed."""
-        return np.array([len(forward.hit) for forward in self._forwards], np.int64)
+        return self._array("forward_tokens").copy()
 
     @property
     def forward_of_token(self) -> NDArray[np.int32]:
@@ -219,53 +241,49 @@ class RouteTrace:
     @property
     def seconds(self) -> NDArray[np.float32]:
         """float32 [forwards]: how long each took."""
-        return np.array([forward.seconds for forward in self._forwards], np.float32)
+        return self._array("seconds").copy()
 
     @property
     def asked_at(self) -> NDArray[np.float32]:
         """float32 [forwards, layers]: when each layer asked for its experts, in seconds since its forward began."""
-        return self._by_layer("asked_at")
+        return self._array("asked_at").copy()
 
     @property
     def arrived_at(self) -> NDArray[np.float32]:
         """float32 [forwards, layers]: when the last of them was there."""
-        return self._by_layer("arrived_at")
+        return self._array("arrived_at").copy()
 
     @property
     def ended_at(self) -> NDArray[np.float32]:
         """float32 [forwards, layers]: when the layer was done."""
-        return self._by_layer("ended_at")
+        return self._array("ended_at").copy()
 
     @property
     def wait_seconds(self) -> NDArray[np.float32]:
         """float32 [forwards, layers]: how long each layer stood still for the disk."""
-        return self._by_layer("wait_seconds")
+        return self._array("wait_seconds").copy()
 
     @property
     def bytes_asked_by_layer(self) -> NDArray[np.int64]:
         """int64 [forwards, layers], as `bytes_asked`."""
-        return self._by_layer("bytes_asked")
+        return self._array("bytes_asked").copy()
 
     @property
     def bytes_read_by_layer(self) -> NDArray[np.int64]:
         """int64 [forwards, layers]: what the disk moved since the count before, or the begin of the forward; -1 where none was taken."""
-        return self._by_layer("layer_read")
+        return self._array("layer_read").copy()
 
     @property
     def bytes_read_by_forward(self) -> NDArray[np.int64]:
         """int64 [forwards], as `bytes_read`; -1 where the system did not tell."""
-        return np.array([forward.bytes_read for forward in self._forwards], np.int64)
-
-    def _by_layer(self, name: str) -> NDArray[Any]:
-        rows = [getattr(forward, name) for forward in self._forwards]
-        return np.array(rows, _BY_LAYER[name]).reshape(-1, self.num_layers)
+        return self._array("bytes_read").copy()
 
     # --- files ---
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace, whole or not at all. Raises StorageError."""
         partial = Path(f"{os.fspath(path)}.partial")
-        by_layer: dict[str, Any] = {name: self._by_layer(name) for name in _BY_LAYER}
+        arrays: dict[str, Any] = {name: self._array(name) for name in self._blocks[0]}
         try:
             with open(partial, "wb") as file:
                 np.savez_compressed(
@@ -275,12 +293,7 @@ class RouteTrace:
                     expert_bytes=np.int64(self.expert_bytes),
                     slots=np.int64(self.slots),
                     replayed=np.array([] if self.replayed is None else [self.replayed], np.str_),
-                    expert_ids=self.expert_ids,
-                    hit=self.hit,
-                    forward_tokens=self.forward_tokens,
-                    seconds=self.seconds,
-                    bytes_read=self.bytes_read_by_forward,
-                    **by_layer,
+                    **arrays,
                 )
             os.replace(partial, path)
         except OSError as error:
@@ -310,10 +323,10 @@ class RouteTrace:
         expert_ids = arrays["expert_ids"].astype(np.int16, casting="safe")
         hit = arrays["hit"].astype(np.bool_, casting="safe")
         tokens, num_layers, top_k = expert_ids.shape
-        counts = arrays["forward_tokens"].astype(np.int64, casting="safe")
         by_layer = {name: arrays[name].astype(kind, casting="safe") for name, kind in _BY_LAYER.items()}
         by_forward = {name: arrays[name].astype(kind, casting="safe") for name, kind in _BY_FORWARD.items()}
         num_experts, expert_bytes, slots = (int(arrays[name]) for name in ("num_experts", "expert_bytes", "slots"))
+        counts = by_forward["forward_tokens"]
         belong = (
             hit.shape == expert_ids.shape
             and counts.ndim == 1
@@ -329,13 +342,5 @@ class RouteTrace:
             raise ValueError("the arrays do not belong together")
         replayed = [str(label) for label in arrays["replayed"].astype(np.str_, casting="safe")]
         trace = cls(num_layers, num_experts, top_k, expert_bytes=expert_bytes, slots=slots, replayed=replayed[0] if replayed else None)
-        ends = np.cumsum(counts)[:-1]
-        for index, (ids, hits) in enumerate(zip(np.split(expert_ids, ends), np.split(hit, ends), strict=True)):
-            if len(counts):  # numpy splits nothing into one empty part
-                forward = _Forward(0, num_layers, top_k)
-                forward.expert_ids, forward.hit = ids, hits
-                forward.seconds, forward.bytes_read = float(by_forward["seconds"][index]), int(by_forward["bytes_read"][index])
-                for name, array in by_layer.items():
-                    setattr(forward, name, array[index])
-                trace._forwards.append(forward)
+        trace._blocks = [{"expert_ids": expert_ids, "hit": hit, **by_layer, **by_forward}]
         return trace

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sparseflow.errors import OptionError, SparseFlowError, StorageError
-from sparseflow.trace import TRACE_VERSION, RouteTrace
+from sparseflow.trace import FORWARDS_AT_ONCE, TRACE_VERSION, RouteTrace
 
 LAYERS, EXPERTS, TOP_K, STRIDE = 3, 10, 2, 4096
 BY_LAYER = ("asked_at", "arrived_at", "ended_at", "wait_seconds", "bytes_asked_by_layer", "bytes_read_by_layer")
@@ -67,14 +67,24 @@ def test_bytes_asked_count_each_expert_of_a_forward_once() -> None:
     assert trace.bytes_asked_by_layer.tolist() == [[count * STRIDE for count in distinct]]
 
 
-def test_the_session_may_reuse_its_arrays() -> None:
-    trace = new_trace(1)
-    ids, hit = np.array([[1, 2]], np.int32), np.array([[True, False]])
-    trace.begin_forward(1, 0)
-    trace.add_layer(0, ids, hit, 0.0, 0, 0.0, 0.0)
-    ids[:], hit[:] = 7, True
-    trace.end_forward(0)
-    assert trace.expert_ids.tolist() == [[[1, 2]]] and trace.hit.tolist() == [[[True, False]]]
+def test_forwards_come_in_any_number_and_layers_in_any_order() -> None:
+    trace = new_trace(2)
+    rng = np.random.default_rng(0)
+    tokens = [1] * (2 * FORWARDS_AT_ONCE + 3) + [4, 4, 1, 2]
+    ids = [rng.integers(0, EXPERTS, (count, 2, TOP_K)).astype(np.int32) for count in tokens]
+    for number, chosen in enumerate(ids):
+        trace.begin_forward(len(chosen), 0)
+        for layer in (1, 0):
+            trace.add_layer(layer, chosen[:, layer], chosen[:, layer] % 2 == 0, number, layer, 0.0, 0.0)
+        trace.end_forward(number)
+        if number % 20 == 0:
+            assert trace.forwards == number + 1
+    assert np.array_equal(trace.expert_ids, np.concatenate(ids))
+    assert np.array_equal(trace.hit, np.concatenate(ids) % 2 == 0)
+    assert trace.forward_tokens.tolist() == tokens
+    assert trace.wait_seconds.tolist() == [[number, number] for number in range(len(tokens))]
+    assert trace.bytes_asked_by_layer.tolist() == [[0, 1]] * len(tokens)
+    assert trace.bytes_read_by_forward.tolist() == list(range(len(tokens)))
 
 
 def test_a_forward_that_failed_is_not_in_the_trace() -> None:
