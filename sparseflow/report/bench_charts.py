@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparseflow.report.charts import TEXT, Scale, axis_x, axis_y, line, mark, nice_ticks, number, rectangle, svg, text
+from sparseflow.report.charts import TEXT, Scale, axis_x, axis_y, line, mark, nice_ticks, rectangle, size, svg, text, three_digits
 from sparseflow.report.results import MODES, BenchmarkResults, Cell, Spread
 from sparseflow.sizes import format_bytes
 
@@ -17,7 +17,7 @@ PICTURE_STYLE = (
     "@media(prefers-color-scheme:dark){svg{--page:#12171f;--ink:#e8ecf1;--soft:#a3aebb;--rule:#2d3641;--resident:#b897ea;"
     "--streaming:#63b0ee;--offload:#ee9a62}}"
     ".label{fill:var(--ink)}.tick{fill:var(--soft)}.heading{fill:var(--ink);font-weight:600;font-size:15px}"
-    ".grid{stroke:var(--rule)}.axis{stroke:var(--soft)}.path{fill:none;stroke-width:1.5;opacity:.7}.spread{stroke-width:1.5}"
+    ".grid{stroke:var(--rule)}.axis{stroke:var(--soft)}.path{stroke-width:1.5;opacity:.7}.path.cold{stroke-dasharray:5 4}.spread{stroke-width:1.5}"
     + "".join(
         f".{mode}{{fill:var(--{mode});stroke:var(--{mode})}}.{mode}.hollow{{fill:var(--page);stroke-width:2}}.{mode}.path{{fill:none}}"
         for mode in MODES
@@ -92,7 +92,7 @@ def _point_labels(points: list[tuple[Cell, Spread, Spread]], x: Scale, y: Scale)
                                                        y(speed.median) + 6) for _, memory, speed in points]
     parts = []
     for cell, memory, speed in points:
-        named = format_bytes(cell.cache_bytes) if cell.mode == "streaming" else cell.mode
+        named = cell.mode if cell.mode != "streaming" or cell.cache_bytes is None else size(cell.cache_bytes)
         across, up, wide = x(memory.median / _GIB), y(speed.median), 0.56 * TEXT * len(named)
         for left, base in ((across + 9, up + 15), (across + 9, up - 8), (across - 9 - wide, up - 8), (across - 9 - wide, up + 15)):
             box = (left, base - TEXT, left + wide, base + 2)
@@ -117,5 +117,5 @@ def _legend(points: list[tuple[Cell, Spread, Spread]], base: float) -> list[str]
 def _range(spread: Spread) -> str:
     """Median, and the range where there is more than one value."""
     if len(spread.values) == 1:
-        return number(spread.median)
-    return f"{number(spread.median)} ({number(spread.low)}–{number(spread.high)})"
+        return three_digits(spread.median)
+    return f"{three_digits(spread.median)} ({three_digits(spread.low)}–{three_digits(spread.high)})"

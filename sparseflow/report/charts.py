@@ -21,12 +21,21 @@ def nice_ticks(high: float, count: int) -> list[float]:
 
 
 def number(value: float) -> str:
-    """Three significant digits without an exponent."""
-    if value == 0:
-        return "0"
-    digits = max(0, 2 - math.floor(math.log10(abs(value)) + 1e-12))
-    text = f"{value:.{digits}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+    """Three significant digits without an exponent, no more than the number has."""
+    written = three_digits(value)
+    return written.rstrip("0").rstrip(".") if "." in written else written
+
+
+def three_digits(value: float) -> str:
+    """Three significant digits without an exponent: 1.40, 23.5, 812, 12345."""
+    digits = 2 if value == 0 else max(0, 2 - math.floor(math.log10(abs(value)) + 1e-12))
+    return f"{value:.{digits}f}"
+
+
+def size(count: float) -> str:
+    """Bytes in few letters, for a label: 0.25 GiB, 1 GiB, 512 MiB."""
+    power = next((power for power in (3, 2, 1) if count >= 0.24 * 1024**power), 0)
+    return f"{number(round(count / 1024**power, 2))} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,7 @@ function showTrace(section) {
       bar("compute", part.arrived, part.end, 6);
       if (part.missed) bar("read", part.asked, part.arrived, 34);
     }
-    bar("compute", parts[parts.length - 1].end, total, 6);
+    bar("head", parts[parts.length - 1].end, total, 6);
     const marked = parts[layer];
     svg("rect", { class: "marked", x: x(marked.begin), y: 2, width: Math.max(x(marked.end) - x(marked.begin), 2), height: 58 });
     const picture = document.createElementNS("http://www.w3.org/2000/svg", "svg");

@@ -26,8 +26,8 @@ def route_data(trace: RouteTrace) -> dict[str, Any]:
     leases = Leases.of(trace)
     missed = np.zeros((trace.forwards, trace.num_layers), np.int64)
     np.add.at(missed, (leases.forward[~leases.hit], leases.layer[~leases.hit]), 1)
-    by_forward = {"asked": trace.asked_at, "arrived": trace.arrived_at, "ended": trace.ended_at, "wait": trace.wait_seconds,
-                  "missed": missed, "read": trace.bytes_read_by_layer}
+    by_forward: dict[str, NDArray[Any]] = {"asked": trace.asked_at, "arrived": trace.arrived_at, "ended": trace.ended_at,
+                                           "wait": trace.wait_seconds, "missed": missed, "read": trace.bytes_read_by_layer}
     return {
         "tokens": tokens,
         "all_tokens": trace.tokens,
