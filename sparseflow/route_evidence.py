@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ from numpy.typing import NDArray
 
 from sparseflow.route_simulation import Requests, belady, lru
 from sparseflow.trace import RouteTrace
+
+Progress = Callable[[str], None]
 
 SIMULATED_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 """Sizes of the simulated caches beside the trace's own, as shares of all experts that the route asked for."""
@@ -48,10 +51,10 @@ class Leases:
         )
 
 
-def describe_route(trace: RouteTrace, *, top: int = 10) -> dict[str, Any]:
+def describe_route(trace: RouteTrace, *, top: int = 10, progress: Progress = lambda what: None) -> dict[str, Any]:
     """Everything `sparseflow route` shows, ready for JSON: counts, sizes in bytes, rates from 0 to 1 (None where nothing counts).
 
-    top: how many of the most used experts to tell.
+    top: how many of the most used experts to tell; progress: told what is being done.
 
     Requests are leases: each distinct expert of a forward's layer once. `decode` counts forwards of one token; the simulated
     caches start empty and are scored on these too, or on all forwards where the trace has no other.
@@ -87,11 +90,11 @@ def describe_route(trace: RouteTrace, *, top: int = 10) -> dict[str, Any]:
         "by_layer": _by_layer(trace, leases),
         "reuse": _reuse(trace)[0],
         "most_used": _most_used(trace, top),
-        "caches": simulate(trace),
+        "caches": simulate(trace, progress),
     }
 
 
-def simulate(trace: RouteTrace) -> list[dict[str, Any]]:
+def simulate(trace: RouteTrace, progress: Progress = lambda what: None) -> list[dict[str, Any]]:
     """What caches of several sizes would have scored on this route: slots, bytes, and the hit rates of `lru` and `belady`. One row is
     the trace's own cache, and its `measured` rate; of the others that is None."""
     leading = int(np.argmax(trace.forward_tokens == 1)) if (trace.forward_tokens == 1).any() else 0
@@ -100,16 +103,17 @@ def simulate(trace: RouteTrace) -> list[dict[str, Any]]:
     sizes = {max(trace.top_k, round(active * share)) for share in SIMULATED_SHARES} if active else set()
     forwards = Leases.of(trace)
     measured = _share(forwards.hit[forwards.forward >= leading])
-    return [
-        {
+    rows = []
+    for slots in sorted(sizes | {trace.slots}):
+        progress(f"simulating a cache of {slots} experts")
+        rows.append({
             "slots": slots,
             "bytes": slots * trace.expert_bytes,
             "lru": lru(requests, slots),
             "belady": belady(requests, slots),
             "measured": measured if slots == trace.slots else None,
-        }
-        for slots in sorted(sizes | {trace.slots})
-    ]
+        })
+    return rows
 
 
 def _by_layer(trace: RouteTrace, leases: Leases) -> list[dict[str, Any]]:

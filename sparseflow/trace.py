@@ -52,11 +52,25 @@ _BY_LAYER = {
     "ended_at": np.float32,
     "layer_read": np.int64,
 }
+_TIMES = slice(2, 5)
+"""Those of _BY_LAYER that count from the begin of the forward."""
 
-_Layer = tuple[NDArray[np.int32], NDArray[np.bool_], float, int, float, float, float, int]
-"""Expert ids, hits, and the values of _BY_LAYER."""
-_Forward = tuple[int, float, int, list[_Layer]]
-"""The values of _BY_FORWARD, and the layers."""
+
+class _Forwards:
+    """Forwards in the form in which they are recorded, which is quick to write."""
+
+    def __init__(self) -> None:
+        self.expert_ids: list[NDArray[np.int32]] = []  # of every layer in turn, [tokens, top_k]
+        self.hit: list[NDArray[np.bool_]] = []
+        self.of_layers: list[float] = []  # of every layer in turn, the values of _BY_LAYER, times by the clock
+        self.of_forwards: list[float] = []  # of every forward in turn, the values of _BY_FORWARD and when it began
+
+    def __iadd__(self, other: _Forwards) -> _Forwards:
+        self.expert_ids += other.expert_ids
+        self.hit += other.hit
+        self.of_layers += other.of_layers
+        self.of_forwards += other.of_forwards
+        return self
 
 
 class RouteTrace:
@@ -72,7 +86,7 @@ class RouteTrace:
         expert_bytes: bytes of one expert; slots: experts that the cache holds.
         replayed: label of the recording, when the session followed a RouteReplay and not its own routers; else None.
 
-    The session writes with `begin_forward`, `add_layer` once for every layer, `end_forward`. A forward that was begun and not ended
+    The session writes with `begin_forward`, `add_layer` for every layer in turn, `end_forward`. A forward that was begun and not ended
     (it failed) is not part of the trace. Memory: 3 bytes per token, layer and chosen expert, and 32 per forward and layer.
     """
 
@@ -87,10 +101,10 @@ class RouteTrace:
         self.expert_bytes = expert_bytes
         self.slots = slots
         self.replayed = replayed
-        self._blocks = [self._block(0, [])]  # arrays as in the file, to be joined along their first axes
-        self._pending: list[_Forward] = []  # of as many tokens each, not yet in a block
-        self._layers: dict[int, _Layer] = {}
-        self._tokens = 0
+        self._blocks = [self._block(0, _Forwards())]  # arrays as in the file, to be joined along their first axes
+        self._pending = _Forwards()  # of _pending_tokens each, not yet in a block
+        self._pending_tokens = self._tokens = 0
+        self._next = _Forwards()
         self._begun = self._sampled = 0.0
         self._counted_first: int | None = None
         self._counted: int | None = None
@@ -102,7 +116,7 @@ class RouteTrace:
 
         disk_bytes: `evidence.disk_bytes_read()` now.
         """
-        self._tokens, self._layers = tokens, {}
+        self._tokens, self._next = tokens, _Forwards()
         self._counted_first = self._counted = disk_bytes
         self._begun = self._sampled = time.perf_counter()
 
@@ -131,39 +145,40 @@ class RouteTrace:
             if counted is not None:
                 read = counted - self._counted
             self._sampled, self._counted = now, counted
-        begun = self._begun
-        self._layers[layer] = (expert_ids, hit, wait_seconds, bytes_asked, asked_at - begun, arrived_at - begun, now - begun, read)
+        forward = self._next
+        forward.expert_ids.append(expert_ids)
+        forward.hit.append(hit)
+        forward.of_layers += (wait_seconds, bytes_asked, asked_at, arrived_at, now, read)
 
     def end_forward(self, disk_bytes: int | None) -> None:
         """End the forward. disk_bytes: `evidence.disk_bytes_read()` now."""
         seconds = time.perf_counter() - self._begun
         read = -1 if disk_bytes is None or self._counted_first is None else disk_bytes - self._counted_first
-        if self._pending and (len(self._pending) >= FORWARDS_AT_ONCE or self._pending[0][0] != self._tokens):
+        if self._pending_tokens != self._tokens or len(self._pending.hit) >= FORWARDS_AT_ONCE * self.num_layers:
             self._settle()
-        self._pending.append((self._tokens, seconds, read, [self._layers[layer] for layer in range(self.num_layers)]))
-        self._layers = {}
+            self._pending_tokens = self._tokens
+        self._next.of_forwards += (self._tokens, seconds, read, self._begun)
+        self._pending += self._next
+        self._next = _Forwards()
 
     def _settle(self) -> None:
         """Bring the pending forwards into compact form."""
-        if self._pending:
-            self._blocks.append(self._block(self._pending[0][0], self._pending))
-            self._pending = []
+        if self._pending.hit:
+            self._blocks.append(self._block(self._pending_tokens, self._pending))
+            self._pending = _Forwards()
 
-    def _block(self, tokens: int, forwards: list[_Forward]) -> dict[str, NDArray[Any]]:
+    def _block(self, tokens: int, recorded: _Forwards) -> dict[str, NDArray[Any]]:
         """The arrays of the file, of forwards that fed `tokens` each."""
-        layers = [layer for forward in forwards for layer in forward[3]]
-        block = {}
-        for place, (name, kind) in enumerate({"expert_ids": np.int16, "hit": np.bool_}.items()):
-            rows = [layer[place] for layer in layers]
+        whole = np.array(recorded.of_forwards, np.float64).reshape(-1, len(_BY_FORWARD) + 1)
+        forwards, layers = len(whole), self.num_layers
+        measured = np.array(recorded.of_layers, np.float64).reshape(forwards, layers, len(_BY_LAYER))
+        measured[..., _TIMES] -= whole[:, -1, None, None]
+        block = {name: whole[:, place].astype(kind) for place, (name, kind) in enumerate(_BY_FORWARD.items())}
+        block |= {name: measured[..., place].astype(kind) for place, (name, kind) in enumerate(_BY_LAYER.items())}
+        for name, kind, rows in (("expert_ids", np.int16, recorded.expert_ids), ("hit", np.bool_, recorded.hit)):
             joined: NDArray[Any] = np.concatenate(rows).astype(kind) if rows else np.zeros(0, kind)
-            by_forward = joined.reshape(len(forwards), self.num_layers, tokens, self.top_k)
-            block[name] = by_forward.transpose(0, 2, 1, 3).reshape(len(forwards) * tokens, self.num_layers, self.top_k)
-        measured = np.array([layer[2:] for layer in layers], np.float64).reshape(len(forwards), self.num_layers, len(_BY_LAYER))
-        for place, (name, dtype) in enumerate(_BY_LAYER.items()):
-            block[name] = measured[..., place].astype(dtype)
-        whole = np.array([forward[:3] for forward in forwards], np.float64).reshape(len(forwards), len(_BY_FORWARD))
-        for place, (name, dtype) in enumerate(_BY_FORWARD.items()):
-            block[name] = whole[:, place].astype(dtype)
+            by_layer = joined.reshape(forwards, layers, tokens, self.top_k).transpose(0, 2, 1, 3)
+            block[name] = by_layer.reshape(forwards * tokens, layers, self.top_k)
         return block
 
     def _array(self, name: str) -> NDArray[Any]:

@@ -17,7 +17,7 @@ kernels.bandwidth page_cache
 weights state rotary replay decoder evidence trace session route_simulation route_evidence memory footprint tokenizer messages chat sampling generate conversation model
 memory_speed disk_speed speed_of_light machine bench_cell bench_process bench_prompt bench_results benchmark
 report.results report.charts report.bench_charts report.route_data report.page
-cli.options cli.pack cli.run cli.chat cli.inspect cli.route cli.report cli.bench cli.main
+cli.options cli.pack cli.run cli.chat cli.inspect cli.bench cli.route cli.report cli.main
 """.split()
 ALLOWED_OUTSIDE = {"numpy", "click", "safetensors", "tokenizers", "jinja2"}
 SHARED_FIRST_LINE = (

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 
 import click
 
+from sparseflow.cli.bench import ProgressLine
 from sparseflow.cli.options import EXIT_STATUSES, SparseFlowCommand
 from sparseflow.errors import OptionError, StorageError
 from sparseflow.report.bench_charts import readme_picture
@@ -41,7 +43,12 @@ def report(files: tuple[str, ...], out: str, picture: str | None) -> None:
             results.append(load_results(file))
     if picture is not None and not results:
         raise OptionError(f"--picture {picture}: draws a benchmark, and no FILE is one; add the results.json of sf-bench")
-    write(Path(out), render(results, traces))
+    progress = ProgressLine(sys.stderr)
+    try:
+        page = render(results, traces, progress)
+    finally:
+        progress.finish()
+    write(Path(out), page)
     if picture is not None:
         write(Path(picture), readme_picture(results[0]))
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import click
 
+from sparseflow.cli.bench import ProgressLine
 from sparseflow.cli.options import EXIT_STATUSES, SparseFlowCommand
 from sparseflow.route_evidence import describe_route
 from sparseflow.sizes import format_bytes
@@ -32,7 +34,11 @@ def route(file: str, top: int, as_json: bool) -> None:
       sparseflow route routes.npz
       sparseflow route routes.npz --json
     """
-    described = describe_route(RouteTrace.load(file), top=top)
+    progress = ProgressLine(sys.stderr)
+    try:
+        described = describe_route(RouteTrace.load(file), top=top, progress=progress)
+    finally:
+        progress.finish()
     click.echo(json.dumps(described, indent=2) if as_json else as_text(described))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sparseflow.report.charts import TEXT, Scale, axis_x, axis_y, line, mark, nice_ticks, rectangle, size, svg, text, three_digits
-from sparseflow.report.results import MODES, BenchmarkResults, Cell, Spread
+from sparseflow.report.results import MODES, STATES, BenchmarkResults, Cell, Spread
 from sparseflow.sizes import format_bytes
 
 _GIB = 2**30
@@ -60,7 +60,7 @@ def memory_speed_chart(results: BenchmarkResults, width: float, *, picture: bool
     x, y = Scale(ticks_x[-1], 44, width - 16), Scale(ticks_y[-1], height, above)
     parts = axis_y(y, ticks_y, x.begin, x.end, "tokens per second in decode")
     parts += axis_x(x, ticks_x, above, height, "peak memory of the process, GiB")
-    for state in ("warm", "cold"):
+    for state in STATES:
         joined = sorted((memory.median / _GIB, speed.median) for cell, memory, speed in points
                         if (cell.mode, cell.state) == ("streaming", state))
         if len(joined) > 1:
@@ -87,12 +87,12 @@ def readme_picture(results: BenchmarkResults) -> str:
 
 
 def _point_labels(points: list[tuple[Cell, Spread, Spread]], x: Scale, y: Scale) -> list[str]:
-    """The cache size, or the mode, beside each point; left out where another label stands already."""
+    """The cache size, or the name, beside each point; left out where another label stands already."""
     taken: list[tuple[float, float, float, float]] = [(x(memory.median / _GIB) - 6, y(speed.median) - 6, x(memory.median / _GIB) + 6,
                                                        y(speed.median) + 6) for _, memory, speed in points]
     parts = []
     for cell, memory, speed in points:
-        named = cell.mode if cell.mode != "streaming" or cell.cache_bytes is None else size(cell.cache_bytes)
+        named = size(cell.cache_bytes) if cell.mode == "streaming" and cell.cache_bytes is not None else cell.name
         across, up, wide = x(memory.median / _GIB), y(speed.median), 0.56 * TEXT * len(named)
         for left, base in ((across + 9, up + 15), (across + 9, up - 8), (across - 9 - wide, up - 8), (across - 9 - wide, up + 15)):
             box = (left, base - TEXT, left + wide, base + 2)
@@ -106,11 +106,12 @@ def _point_labels(points: list[tuple[Cell, Spread, Spread]], x: Scale, y: Scale)
 
 def _legend(points: list[tuple[Cell, Spread, Spread]], base: float) -> list[str]:
     parts, left = [], 10.0
-    for mode, state in sorted({(cell.mode, cell.state) for cell, _, _ in points}, key=lambda kind: (MODES.index(kind[0]), kind[1])):
+    present = {(cell.mode, cell.state) for cell, _, _ in points}
+    for mode, state in ((mode, state) for mode in MODES for state in STATES if (mode, state) in present):
         named = f"{mode}, {state}"
         parts.append(mark(left, base - 4, _SHAPES[mode], mode + (" hollow" if state == "cold" else ""), named))
         parts.append(text(left + 12, base, named))
-        left += 32 + 0.56 * TEXT * len(named)
+        left += 36 + 0.56 * TEXT * len(named)
     return parts
 
 

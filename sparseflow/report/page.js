@@ -68,8 +68,9 @@ function showTrace(section) {
   const cells = find(".cells"), layersAxis = find(".layers"), timeline = find(".timeline");
   if (!cells) return;
   const height = Math.max(8, Math.min(20, Math.floor(360 / data.layers)));
-  const width = Math.max(6, Math.min(20, Math.floor(840 / data.tokens)));
+  const width = Math.max(data.tokens > 1000 ? 4 : 6, Math.min(20, Math.floor(840 / data.tokens)));
   const top = 20;
+  const painted = document.createElement("canvas"); // the heat map without the mark
   let token = Math.min(data.prompt, data.tokens - 1), layer = 0;
 
   function prepared(canvas, wide, high) {
@@ -100,7 +101,8 @@ function showTrace(section) {
     const every = Math.ceil(14 / height) === 1 ? 1 : Math.ceil(data.layers / 8);
     for (let l = 0; l < data.layers; l += every) axis.fillText(String(l), 24, top + (l + 0.5) * height + 4);
 
-    const context = prepared(cells, data.tokens * width + 24, top + data.layers * height);
+    const context = prepared(painted, data.tokens * width + 24, top + data.layers * height);
+    prepared(cells, data.tokens * width + 24, top + data.layers * height);
     const step = [1, 2, 5, 10, 20, 50, 100].find((count) => count * width >= 36) || 200;
     for (let t = 0; t < data.tokens; t += step) context.fillText(String(t), t * width + 1, 12);
     const gap = width > 3 ? 1 : 0;
@@ -113,6 +115,13 @@ function showTrace(section) {
     }
     context.fillStyle = colour("--ink");
     if (data.prompt > 0 && data.prompt < data.tokens) context.fillRect(data.prompt * width - 1, top - 4, 1.5, data.layers * height + 4);
+    drawMark();
+  }
+
+  function drawMark() {
+    const context = cells.getContext("2d"), wide = parseFloat(cells.style.width), high = parseFloat(cells.style.height);
+    context.clearRect(0, 0, wide, high);
+    context.drawImage(painted, 0, 0, wide, high);
     context.lineWidth = 2;
     context.strokeStyle = colour("--focus");
     context.strokeRect(token * width - 0.5, top + layer * height - 0.5, width, height);
@@ -188,8 +197,8 @@ function showTrace(section) {
       `Layer ${layer}: ${milliseconds(marked.end - marked.begin)}, ${milliseconds(marked.wait)} waiting, ${marked.missed} experts missed.`;
   }
 
-  function draw() {
-    drawHeat();
+  function show() {
+    drawMark();
     tell();
     drawTimeline();
   }
@@ -200,7 +209,7 @@ function showTrace(section) {
     const scroll = cells.parentElement, left = token * width;
     if (left < scroll.scrollLeft) scroll.scrollLeft = left - 20;
     else if (left + width > scroll.scrollLeft + scroll.clientWidth) scroll.scrollLeft = left + width + 20 - scroll.clientWidth;
-    draw();
+    show();
   }
 
   function pointed(event) {
@@ -209,7 +218,7 @@ function showTrace(section) {
     if (t >= 0 && t < data.tokens && l >= 0 && l < data.layers && (t !== token || l !== layer)) {
       token = t;
       layer = l;
-      draw();
+      show();
     }
   }
 
@@ -240,8 +249,9 @@ function showTrace(section) {
   });
   for (const input of section.querySelectorAll(".views input")) input.addEventListener("change", drawHeat);
   new ResizeObserver(drawTimeline).observe(timeline);
-  redraws.push(draw);
-  draw();
+  redraws.push(drawHeat);
+  drawHeat();
+  show();
 }
 
 document.querySelectorAll(".trace").forEach(showTrace);

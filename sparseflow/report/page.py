@@ -11,9 +11,9 @@ import jinja2
 import sparseflow.report
 from sparseflow.report.bench_charts import memory_speed_chart, throughput_chart
 from sparseflow.report.charts import number
-from sparseflow.report.results import MODES, BenchmarkResults, Cell
+from sparseflow.report.results import MODES, STATES, BenchmarkResults, Cell
 from sparseflow.report.route_data import route_data
-from sparseflow.route_evidence import describe_route
+from sparseflow.route_evidence import Progress, describe_route
 from sparseflow.sizes import format_bytes
 from sparseflow.trace import RouteTrace
 
@@ -29,7 +29,7 @@ class NamedTrace:
     trace: RouteTrace
 
 
-def render(results: list[BenchmarkResults], traces: list[NamedTrace]) -> str:
+def render(results: list[BenchmarkResults], traces: list[NamedTrace], progress: Progress = lambda what: None) -> str:
     """The page of some benchmarks and traces, at least one of either. All names in it are escaped."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(bytes=format_bytes, percent=_percent, number=number)
@@ -37,8 +37,10 @@ def render(results: list[BenchmarkResults], traces: list[NamedTrace]) -> str:
         style=_file("page.css"),
         script=_file("page.js"),
         benchmarks=[_benchmark(benchmark) for benchmark in results],
-        traces=[{"source": named.source, "route": describe_route(named.trace), "data": route_data(named.trace)} for named in traces],
-        modes=MODES,
+        traces=[
+            {"source": named.source, "route": describe_route(named.trace, progress=progress), "data": route_data(named.trace)}
+            for named in traces
+        ],
     )
 
 
@@ -47,7 +49,7 @@ def _benchmark(results: BenchmarkResults) -> dict[str, Any]:
         "results": results,
         "throughput": [(kind, throughput_chart(results, width)) for kind, width in (("wide", WIDE), ("narrow", NARROW))],
         "memory_speed": [(kind, memory_speed_chart(results, width)) for kind, width in (("wide", WIDE), ("narrow", NARROW))],
-        "kinds": [(mode, state) for mode in MODES for state in ("warm", "cold")
+        "kinds": [(mode, state) for mode in MODES for state in STATES
                   if any((cell.mode, cell.state) == (mode, state) for cell in results.cells)],
         "rows": [_row(cell) for cell in results.cells],
     }
