@@ -14,12 +14,10 @@ Nothing is timed, so the figures are the same on every machine.
 
 from __future__ import annotations
 
-import heapq
 import json
 import sys
 import tempfile
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -31,6 +29,7 @@ from sparseflow.cli.options import SparseFlowCommand
 from sparseflow.leases import LeaseTable
 from sparseflow.packfile import HEADER_BYTES, KIND_EXPERTS, Header
 from sparseflow.replay import RouteReplay
+from sparseflow.route_simulation import Requests, belady, lru
 from sparseflow.sizes import format_bytes
 from sparseflow.store import PackedStore
 
@@ -40,56 +39,15 @@ EXPERT_BYTES = 3 * MIB
 CACHES = tuple(size * MIB for size in (256, 512, 1024, 2048, 4096, 8192))
 PAGE = 4096
 
-Key = tuple[int, int]
-"""Layer and expert."""
+
+def requests_of(routes: RouteReplay) -> Requests:
+    """What a text asks for; its prompt does not count."""
+    return Requests.of(routes.ids, [routes.n_prefill, *[1] * (routes.tokens - routes.n_prefill)], uncounted=1)
 
 
-def forwards(routes: RouteReplay) -> Iterator[tuple[bool, list[Key]]]:
-    """The requests of each forward in order, each distinct expert of a layer once; and whether they count."""
-    ranges = [(0, routes.n_prefill), *((token, token + 1) for token in range(routes.n_prefill, routes.tokens))]
-    for begin, end in ranges:
-        layers = range(routes.num_layers)
-        yield begin > 0, [(layer, int(expert)) for layer in layers for expert in np.unique(routes.ids[begin:end, layer])]
-
-
-def lru(routes: RouteReplay, slots: int) -> float:
-    """Decode hit rate of least-recently-used."""
-    cache: OrderedDict[Key, None] = OrderedDict()
-    hits = requests = 0
-    for counted, keys in forwards(routes):
-        for key in keys:
-            hits += counted and key in cache
-            requests += counted
-            cache[key] = None
-            cache.move_to_end(key)
-            if len(cache) > slots:
-                cache.popitem(last=False)
-    return hits / requests
-
-
-def belady(routes: RouteReplay, slots: int) -> float:
-    """Decode hit rate of the optimum: keep what is used soonest. Exact, by the whole sequence of requests."""
-    sequence = [(counted, key) for counted, keys in forwards(routes) for key in keys]
-    never = len(sequence)
-    next_use = [never] * len(sequence)
-    following: dict[Key, int] = {}
-    for position in range(len(sequence) - 1, -1, -1):
-        key = sequence[position][1]
-        next_use[position] = following.get(key, never)
-        following[key] = position
-    cache: dict[Key, int] = {}  # when each is used next
-    furthest: list[tuple[int, Key]] = []  # heap by -next use; entries of keys that moved on are stale
-    hits = requests = 0
-    for position, (counted, key) in enumerate(sequence):
-        hits += counted and key in cache
-        requests += counted
-        cache[key] = next_use[position]
-        heapq.heappush(furthest, (-next_use[position], key))
-        while len(cache) > slots:
-            use, victim = heapq.heappop(furthest)
-            if cache.get(victim) == -use:
-                del cache[victim]
-    return hits / requests
+def simulated(policy: Callable[[Requests, int], float | None]) -> Callable[[RouteReplay, int], float | None]:
+    """A policy of sparseflow.route_simulation, asked for the decode hit rate of a text."""
+    return lambda routes, slots: policy(requests_of(routes), slots)
 
 
 def shipped(routes: RouteReplay, slots: int) -> float:
@@ -145,7 +103,8 @@ def write_experts(folder: str, num_layers: int, num_experts: int) -> Path:
     return path
 
 
-POLICIES: dict[str, Callable[[RouteReplay, int], float]] = {"lru": lru, "shipped": shipped, "belady": belady}
+POLICIES: dict[str, Callable[[RouteReplay, int], float | None]] = {
+    "lru": simulated(lru), "shipped": shipped, "belady": simulated(belady)}
 
 
 @click.command(cls=SparseFlowCommand)

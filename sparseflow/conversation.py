@@ -23,7 +23,7 @@ class ChatModel(TextModel, Protocol):
     @property
     def eos_token_ids(self) -> Sequence[int]: ...
 
-    def session(self) -> ForwardSession: ...
+    def session(self, *, trace: bool = True) -> ForwardSession: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +50,16 @@ class Conversation:
     def __init__(self, model: ChatModel, *, messages: Sequence[Message] = (), max_new_tokens: int = 256,
                  temperature: float | None = None, top_k: int | None = None, top_p: float | None = None, min_p: float | None = None,
                  repetition_penalty: float | None = None, seed: int | None = None, stop: Sequence[str] = (),
-                 enable_thinking: bool | None = None) -> None:
+                 enable_thinking: bool | None = None, trace: bool = True) -> None:
         """`messages`: what was said before, such as a system message. `max_new_tokens` and `stop` act on each answer; sampling
-        options that are None are those of the checkpoint's generation config."""
+        options that are None are those of the checkpoint's generation config; with `trace` the sessions record their routes."""
         self._model = model
         self._start = [dict(message) for message in messages]
         self._history = list(self._start)
         self._max_new_tokens = max_new_tokens
         self._stop = stop
         self._enable_thinking = enable_thinking
+        self._trace = trace
         options = SamplingOptions.from_generation_config(model.generation_config)
         self._sampler = Sampler(options.replace(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
                                                 repetition_penalty=repetition_penalty, seed=seed))
@@ -124,7 +125,7 @@ class Conversation:
                 session, shared = checkpoint.session.fork(), len(checkpoint.ids)
                 break
         else:
-            session, shared = self._model.session(), 0
+            session, shared = self._model.session(trace=self._trace), 0
         # The end of the last answer is of no use any more; the stable prefix is, if this turn fails.
         if self._end is not None:
             self._end.session.close()

@@ -39,7 +39,14 @@ class LayerTrace(Protocol):
     """Where a forward reports the routes of each layer."""
 
     def add_layer(
-        self, layer: int, expert_ids: NDArray[np.int32], hit: NDArray[np.bool_], wait_seconds: float, bytes_asked: int
+        self,
+        layer: int,
+        expert_ids: NDArray[np.int32],
+        hit: NDArray[np.bool_],
+        wait_seconds: float,
+        bytes_asked: int,
+        asked_at: float,
+        arrived_at: float,
     ) -> None: ...
 
 
@@ -181,6 +188,7 @@ class SparseMoe:
         beside = [(shared, shared.experts, self.shared_expert.addresses)]
         resident = np.zeros(g.num_experts, np.bool_)
         waited = 0.0
+        asked_at = arrived_at = time.perf_counter()
         # One wave, unless a chunk asks for more distinct experts than the table has slots.
         for first in range(0, len(batch.experts), self.leases.slots):
             wave = batch.experts[first : first + self.leases.slots]
@@ -201,11 +209,13 @@ class SparseMoe:
                 for start in range(lease.num_ready, len(lease), EXPERTS_AT_ONCE):
                     part = lease.order[start : start + EXPERTS_AT_ONCE]
                     waited += _wait(lease, part)
+                    arrived_at = time.perf_counter()
                     batch.compute(which[part], lease.addresses[part], self.threads)
                     step.run()
         combine(residual, batch.out, weights, shared.out, shared_gate, self.threads)
         if trace is not None:
-            trace.add_layer(self.layer, ids, resident[ids], waited, len(batch.experts) * self.layout.stride)
+            bytes_asked = len(batch.experts) * self.layout.stride
+            trace.add_layer(self.layer, ids, resident[ids], waited, bytes_asked, asked_at, arrived_at)
 
 
 def _wait(lease: Lease, positions: NDArray[np.int32]) -> float:

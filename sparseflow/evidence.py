@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -14,9 +15,17 @@ def disk_bytes_read() -> int | None:
     """Bytes that the disk has moved for this process so far (read_bytes of /proc/self/io), page cache hits not included.
 
     None where the kernel or a sandbox does not tell. The difference of two calls is what was read between them, by all
-    threads, readahead included.
+    threads, readahead included. It takes some 10 microseconds, so a forward can afford it, and a layer of a large model.
     """
-    return _field(_PROCESS / "io", "read_bytes")
+    try:
+        file = os.open(f"{_PROCESS}/io", os.O_RDONLY)
+        try:
+            _, found, after = os.read(file, 4096).partition(b"\nread_bytes:")
+        finally:
+            os.close(file)
+        return int(after.partition(b"\n")[0]) if found else None
+    except (OSError, ValueError):
+        return None
 
 
 def peak_rss_bytes() -> int | None:

@@ -162,6 +162,7 @@ class Model:
         seed: int | None = None,
         stop: Sequence[str] = (),
         enable_thinking: bool | None = None,
+        trace: bool = True,
     ) -> Generation:
         """Text in, pieces of text out, computed as they are asked for.
 
@@ -171,6 +172,7 @@ class Model:
                 checkpoint's generation config for chat.
             stop: texts before which to stop.
             enable_thinking: for chat; None leaves it to the template.
+            trace: whether the session records its routes.
 
         Raises OptionError for a bad prompt or option, CapacityError for a prompt longer than the context.
         """
@@ -186,7 +188,7 @@ class Model:
             seed=seed,
         )
         return generate(
-            self.session(),
+            self.session(trace=trace),
             prepared.ids,
             self.tokenizer,
             max_new_tokens=max_new_tokens,

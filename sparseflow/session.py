@@ -54,7 +54,12 @@ class Session:
         self.trace: RouteTrace | None = None
         if trace:
             self.trace = RouteTrace(
-                g.num_hidden_layers, g.num_experts, g.num_experts_per_tok, replayed=None if replay is None else replay.label
+                g.num_hidden_layers,
+                g.num_experts,
+                g.num_experts_per_tok,
+                expert_bytes=model.layout.stride,
+                slots=model.leases.slots,
+                replayed=None if replay is None else replay.label,
             )
         self.usage: list[ForwardUsage] = []
 
@@ -135,14 +140,14 @@ class Session:
         evictions = self._model.leases.counters()["evictions"]
         read = disk_bytes_read()
         if self.trace is not None:
-            self.trace.begin_forward(len(tokens))
+            self.trace.begin_forward(len(tokens), read)
         self._broken = True
         result = self._model.decoder(tokens, state, logits=logits, trace=record, replay=self.replay)
         self._broken = False
         read_after = disk_bytes_read()
         bytes_read = None if read is None or read_after is None else read_after - read
         if self.trace is not None:
-            self.trace.end_forward(bytes_read)
+            self.trace.end_forward(read_after)
         evictions = self._model.leases.counters()["evictions"] - evictions
         self.usage.append(
             ForwardUsage(len(tokens), record.requests, record.hits, evictions, record.bytes_asked, bytes_read)
@@ -159,10 +164,17 @@ class _ForwardRecord:
         self._stride = stride
 
     def add_layer(
-        self, layer: int, expert_ids: NDArray[np.int32], hit: NDArray[np.bool_], wait_seconds: float, bytes_asked: int
+        self,
+        layer: int,
+        expert_ids: NDArray[np.int32],
+        hit: NDArray[np.bool_],
+        wait_seconds: float,
+        bytes_asked: int,
+        asked_at: float,
+        arrived_at: float,
     ) -> None:
         self.requests += bytes_asked // self._stride
         self.hits += int(hit.sum()) if len(hit) == 1 else len(np.unique(expert_ids[hit]))
         self.bytes_asked += bytes_asked
         if self._trace is not None:
-            self._trace.add_layer(layer, expert_ids, hit, wait_seconds, bytes_asked)
+            self._trace.add_layer(layer, expert_ids, hit, wait_seconds, bytes_asked, asked_at, arrived_at)

@@ -1,17 +1,76 @@
-"""RouteTrace: which experts each token asked for in each layer, which were in memory, and what that cost."""
+"""RouteTrace: which experts each token asked for in each layer, which were in memory, and what that cost.
+
+The file is a compressed .npz. Version 2 holds, with F forwards, T tokens in them, L layers and K experts a token:
+
+    version         int64, 2
+    num_experts     int64, routed experts of a layer
+    expert_bytes    int64, bytes one expert takes in the file and in the cache
+    slots           int64, experts that the cache held at most
+    replayed        str [0 or 1], label of the recording that was followed instead of the routers
+    expert_ids      int16 [T, L, K], ascending along the last axis
+    hit             bool [T, L, K], whether that expert was in memory when it was asked for
+    forward_tokens  int64 [F], tokens of each forward; their sum is T
+    seconds         float32 [F], how long each forward took
+    asked_at        float32 [F, L], when each layer asked for its experts, in seconds since its forward began
+    arrived_at      float32 [F, L], when the last of them was there
+    ended_at        float32 [F, L], when the layer was done; the next one began there
+    wait_seconds    float32 [F, L], how long the layer stood still for the disk
+    bytes_asked     int64 [F, L], its distinct experts times expert_bytes
+    layer_read      int64 [F, L], bytes the disk moved since the count before; -1 where none was taken (see SAMPLE_SECONDS)
+    bytes_read      int64 [F], bytes the disk moved for the process during the forward; -1 where the system did not tell
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sparseflow.errors import OptionError, StorageError
+from sparseflow.evidence import disk_bytes_read
 
-TRACE_VERSION = 1
+TRACE_VERSION = 2
+
+SAMPLE_SECONDS = 0.002
+"""The system is asked what the disk moved at the end of a layer, unless it was asked less than this ago: a question takes up
+to 10 microseconds, and tracing may cost no more than a hundredth. Layers of a full-sized model take longer and are all counted."""
+
+FORWARDS_AT_ONCE = 32
+"""Forwards of as many tokens each are brought into compact form together, which takes a fraction of the time."""
+
+_BY_FORWARD = {"forward_tokens": np.int64, "seconds": np.float32, "bytes_read": np.int64}
+_BY_LAYER = {
+    "wait_seconds": np.float32,
+    "bytes_asked": np.int64,
+    "asked_at": np.float32,
+    "arrived_at": np.float32,
+    "ended_at": np.float32,
+    "layer_read": np.int64,
+}
+_TIMES = slice(2, 5)
+"""Those of _BY_LAYER that count from the begin of the forward."""
+
+
+class _Forwards:
+    """Forwards in the form in which they are recorded, which is quick to write."""
+
+    def __init__(self) -> None:
+        self.expert_ids: list[NDArray[np.int32]] = []  # of every layer in turn, [tokens, top_k]
+        self.hit: list[NDArray[np.bool_]] = []
+        self.of_layers: list[float] = []  # of every layer in turn, the values of _BY_LAYER, times by the clock
+        self.of_forwards: list[float] = []  # of every forward in turn, the values of _BY_FORWARD and when it began
+
+    def __iadd__(self, other: _Forwards) -> _Forwards:
+        self.expert_ids += other.expert_ids
+        self.hit += other.hit
+        self.of_layers += other.of_layers
+        self.of_forwards += other.of_forwards
+        return self
 
 
 class RouteTrace:
@@ -24,74 +83,122 @@ class RouteTrace:
 
     Parameters
         num_layers: layers of the model, each with num_experts routed experts (at most 32767), top_k of them a token.
+        expert_bytes: bytes of one expert; slots: experts that the cache holds.
         replayed: label of the recording, when the session followed a RouteReplay and not its own routers; else None.
 
-    The session writes with `begin_forward`, `add_layer` once for every layer in any order, `end_forward`. A forward that
-    was begun and not ended (it failed) is not part of the trace. Memory: 3 bytes per token, layer and chosen expert.
+    The session writes with `begin_forward`, `add_layer` for every layer in turn, `end_forward`. A forward that was begun and not ended
+    (it failed) is not part of the trace. Memory: 3 bytes per token, layer and chosen expert, and 32 per forward and layer.
     """
 
-    def __init__(self, num_layers: int, num_experts: int, top_k: int, *, replayed: str | None = None) -> None:
+    def __init__(
+        self, num_layers: int, num_experts: int, top_k: int, *, expert_bytes: int, slots: int, replayed: str | None = None
+    ) -> None:
         if num_experts > np.iinfo(np.int16).max:
             raise OptionError(f"a trace holds expert ids up to {np.iinfo(np.int16).max}, not {num_experts} experts")
         self.num_layers = num_layers
         self.num_experts = num_experts
         self.top_k = top_k
+        self.expert_bytes = expert_bytes
+        self.slots = slots
         self.replayed = replayed
-        self._expert_ids: list[NDArray[np.int16]] = []  # per forward [tokens, layers, top_k]
-        self._hit: list[NDArray[np.bool_]] = []  # same shape
-        self._wait_seconds: list[NDArray[np.float32]] = []  # per forward [layers]
-        self._bytes_asked: list[NDArray[np.int64]] = []  # per forward [layers]
-        self._bytes_read: list[int] = []  # per forward, -1 where the system did not tell
-        self._begin_next(0)
-
-    def _begin_next(self, tokens: int) -> None:
-        self._next_ids = np.zeros((tokens, self.num_layers, self.top_k), np.int16)
-        self._next_hit = np.zeros((tokens, self.num_layers, self.top_k), np.bool_)
-        self._next_wait = np.zeros(self.num_layers, np.float32)
-        self._next_asked = np.zeros(self.num_layers, np.int64)
+        self._blocks = [self._block(0, _Forwards())]  # arrays as in the file, to be joined along their first axes
+        self._pending = _Forwards()  # of _pending_tokens each, not yet in a block
+        self._pending_tokens = self._tokens = 0
+        self._next = _Forwards()
+        self._begun = self._sampled = 0.0
+        self._counted_first: int | None = None
+        self._counted: int | None = None
 
     # --- written by the session ---
 
-    def begin_forward(self, tokens: int) -> None:
-        """Begin a forward of some tokens. Drops one that was begun and never ended."""
-        self._begin_next(tokens)
+    def begin_forward(self, tokens: int, disk_bytes: int | None) -> None:
+        """Begin a forward of some tokens. Drops one that was begun and never ended.
+
+        disk_bytes: `evidence.disk_bytes_read()` now.
+        """
+        self._tokens, self._next = tokens, _Forwards()
+        self._counted_first = self._counted = disk_bytes
+        self._begun = self._sampled = time.perf_counter()
 
     def add_layer(
-        self, layer: int, expert_ids: NDArray[np.int32], hit: NDArray[np.bool_], wait_seconds: float, bytes_asked: int
+        self,
+        layer: int,
+        expert_ids: NDArray[np.int32],
+        hit: NDArray[np.bool_],
+        wait_seconds: float,
+        bytes_asked: int,
+        asked_at: float,
+        arrived_at: float,
     ) -> None:
-        """Add one layer of the forward that was begun.
+        """Add one layer of the forward that was begun, as soon as it is done. The arrays are kept: do not change them.
 
         Parameters
             expert_ids: int32 [tokens, top_k], each row ascending.
             hit: bool [tokens, top_k], whether that expert was in memory when its wave of leases was acquired.
             wait_seconds: how long this layer stood still for the disk.
-            bytes_asked: distinct experts of the layer times the stride.
+            bytes_asked: distinct experts of the layer times expert_bytes.
+            asked_at, arrived_at: time.perf_counter() when the experts were asked for, and when the last was there.
         """
-        self._next_ids[:, layer] = expert_ids
-        self._next_hit[:, layer] = hit
-        self._next_wait[layer] = wait_seconds
-        self._next_asked[layer] = bytes_asked
+        now, read = time.perf_counter(), -1
+        if now - self._sampled >= SAMPLE_SECONDS and self._counted is not None:
+            counted = disk_bytes_read()
+            if counted is not None:
+                read = counted - self._counted
+            self._sampled, self._counted = now, counted
+        forward = self._next
+        forward.expert_ids.append(expert_ids)
+        forward.hit.append(hit)
+        forward.of_layers += (wait_seconds, bytes_asked, asked_at, arrived_at, now, read)
 
-    def end_forward(self, bytes_read: int | None) -> None:
-        """End the forward. bytes_read: what the process read from the disk meanwhile; None where the system did not tell."""
-        self._expert_ids.append(self._next_ids)
-        self._hit.append(self._next_hit)
-        self._wait_seconds.append(self._next_wait)
-        self._bytes_asked.append(self._next_asked)
-        self._bytes_read.append(-1 if bytes_read is None else bytes_read)
-        self._begin_next(0)
+    def end_forward(self, disk_bytes: int | None) -> None:
+        """End the forward. disk_bytes: `evidence.disk_bytes_read()` now."""
+        seconds = time.perf_counter() - self._begun
+        read = -1 if disk_bytes is None or self._counted_first is None else disk_bytes - self._counted_first
+        if self._pending_tokens != self._tokens or len(self._pending.hit) >= FORWARDS_AT_ONCE * self.num_layers:
+            self._settle()
+            self._pending_tokens = self._tokens
+        self._next.of_forwards += (self._tokens, seconds, read, self._begun)
+        self._pending += self._next
+        self._next = _Forwards()
+
+    def _settle(self) -> None:
+        """Bring the pending forwards into compact form."""
+        if self._pending.hit:
+            self._blocks.append(self._block(self._pending_tokens, self._pending))
+            self._pending = _Forwards()
+
+    def _block(self, tokens: int, recorded: _Forwards) -> dict[str, NDArray[Any]]:
+        """The arrays of the file, of forwards that fed `tokens` each."""
+        whole = np.array(recorded.of_forwards, np.float64).reshape(-1, len(_BY_FORWARD) + 1)
+        forwards, layers = len(whole), self.num_layers
+        measured = np.array(recorded.of_layers, np.float64).reshape(forwards, layers, len(_BY_LAYER))
+        measured[..., _TIMES] -= whole[:, -1, None, None]
+        block = {name: whole[:, place].astype(kind) for place, (name, kind) in enumerate(_BY_FORWARD.items())}
+        block |= {name: measured[..., place].astype(kind) for place, (name, kind) in enumerate(_BY_LAYER.items())}
+        for name, kind, rows in (("expert_ids", np.int16, recorded.expert_ids), ("hit", np.bool_, recorded.hit)):
+            joined: NDArray[Any] = np.concatenate(rows).astype(kind) if rows else np.zeros(0, kind)
+            by_layer = joined.reshape(forwards, layers, tokens, self.top_k).transpose(0, 2, 1, 3)
+            block[name] = by_layer.reshape(forwards * tokens, layers, self.top_k)
+        return block
+
+    def _array(self, name: str) -> NDArray[Any]:
+        """One array of the file."""
+        self._settle()
+        if len(self._blocks) > 1:
+            self._blocks = [{key: np.concatenate([block[key] for block in self._blocks]) for key in self._blocks[0]}]
+        return self._blocks[0][name]
 
     # --- totals ---
 
     @property
     def forwards(self) -> int:
         """Forwards that ended."""
-        return len(self._expert_ids)
+        return len(self._array("forward_tokens"))
 
     @property
     def tokens(self) -> int:
         """Tokens fed in them."""
-        return sum(len(ids) for ids in self._expert_ids)
+        return len(self._array("hit"))
 
     @property
     def requests(self) -> int:
@@ -101,7 +208,7 @@ class RouteTrace:
     @property
     def hits(self) -> int:
         """Choices that met an expert in memory; see the class's text about forwards of several tokens."""
-        return sum(int(np.count_nonzero(hit)) for hit in self._hit)
+        return int(np.count_nonzero(self._array("hit")))
 
     @property
     def misses(self) -> int:
@@ -115,64 +222,93 @@ class RouteTrace:
 
     @property
     def bytes_asked(self) -> int:
-        """Bytes of all leased experts, in memory or not: each distinct expert of a forward's layer once, by its stride."""
-        return sum(int(asked.sum()) for asked in self._bytes_asked)
+        """Bytes of all leased experts, in memory or not: each distinct expert of a forward's layer once."""
+        return int(self._array("bytes_asked").sum())
 
     @property
     def bytes_read(self) -> int | None:
         """Bytes that the disk moved for this process during the forwards; None where the system did not tell."""
-        return None if -1 in self._bytes_read else sum(self._bytes_read)
+        read = self._array("bytes_read")
+        return None if (read < 0).any() else int(read.sum())
 
-    # --- the record itself; each call makes a new array ---
+    # --- the record itself, as in the file; each call makes a new array ---
 
     @property
     def expert_ids(self) -> NDArray[np.int16]:
         """int16 [tokens, layers, top_k], ascending along the last axis."""
-        return np.concatenate([self._next_ids[:0], *self._expert_ids])
+        return self._array("expert_ids").copy()
 
     @property
     def hit(self) -> NDArray[np.bool_]:
         """bool [tokens, layers, top_k], for the expert at the same place in `expert_ids`."""
-        return np.concatenate([self._next_hit[:0], *self._hit])
+        return self._array("hit").copy()
+
+    @property
+    def forward_tokens(self) -> NDArray[np.int64]:
+        """int64 [forwards]: how many tokens each fed."""
+        return self._array("forward_tokens").copy()
 
     @property
     def forward_of_token(self) -> NDArray[np.int32]:
         """int32 [tokens], ascending: the forward that fed each token."""
-        return np.repeat(np.arange(self.forwards, dtype=np.int32), [len(ids) for ids in self._expert_ids])
+        return np.repeat(np.arange(self.forwards, dtype=np.int32), self.forward_tokens)
+
+    @property
+    def seconds(self) -> NDArray[np.float32]:
+        """float32 [forwards]: how long each took."""
+        return self._array("seconds").copy()
+
+    @property
+    def asked_at(self) -> NDArray[np.float32]:
+        """float32 [forwards, layers]: when each layer asked for its experts, in seconds since its forward began."""
+        return self._array("asked_at").copy()
+
+    @property
+    def arrived_at(self) -> NDArray[np.float32]:
+        """float32 [forwards, layers]: when the last of them was there."""
+        return self._array("arrived_at").copy()
+
+    @property
+    def ended_at(self) -> NDArray[np.float32]:
+        """float32 [forwards, layers]: when the layer was done."""
+        return self._array("ended_at").copy()
 
     @property
     def wait_seconds(self) -> NDArray[np.float32]:
         """float32 [forwards, layers]: how long each layer stood still for the disk."""
-        return np.array(self._wait_seconds, np.float32).reshape(-1, self.num_layers)
+        return self._array("wait_seconds").copy()
 
     @property
     def bytes_asked_by_layer(self) -> NDArray[np.int64]:
         """int64 [forwards, layers], as `bytes_asked`."""
-        return np.array(self._bytes_asked, np.int64).reshape(-1, self.num_layers)
+        return self._array("bytes_asked").copy()
+
+    @property
+    def bytes_read_by_layer(self) -> NDArray[np.int64]:
+        """int64 [forwards, layers]: what the disk moved since the count before, or the begin of the forward; -1 where none was taken."""
+        return self._array("layer_read").copy()
 
     @property
     def bytes_read_by_forward(self) -> NDArray[np.int64]:
         """int64 [forwards], as `bytes_read`; -1 where the system did not tell."""
-        return np.array(self._bytes_read, np.int64)
+        return self._array("bytes_read").copy()
 
     # --- files ---
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace as a compressed .npz, whole or not at all. Raises StorageError."""
+        """Write the trace, whole or not at all. Raises StorageError."""
         partial = Path(f"{os.fspath(path)}.partial")
+        arrays: dict[str, Any] = {name: self._array(name) for name in self._blocks[0]}
         try:
             with open(partial, "wb") as file:
                 np.savez_compressed(
                     file,
                     version=np.int64(TRACE_VERSION),
                     num_experts=np.int64(self.num_experts),
+                    expert_bytes=np.int64(self.expert_bytes),
+                    slots=np.int64(self.slots),
                     replayed=np.array([] if self.replayed is None else [self.replayed], np.str_),
-                    expert_ids=self.expert_ids,
-                    hit=self.hit,
-                    forward_tokens=np.array([len(ids) for ids in self._expert_ids], np.int64),
-                    wait_seconds=self.wait_seconds,
-                    bytes_asked=self.bytes_asked_by_layer,
-                    bytes_read=self.bytes_read_by_forward,
+                    **arrays,
                 )
             os.replace(partial, path)
         except OSError as error:
@@ -182,18 +318,19 @@ class RouteTrace:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RouteTrace:
-        """Read a saved trace. Raises StorageError if it cannot be read, OptionError if it is no trace or a later one."""
+        """Read a saved trace. Raises StorageError if it cannot be read, OptionError if it is no trace or one of another version."""
         try:
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:
                 arrays = {name: saved[name] for name in saved.files}
             version = int(arrays["version"])
-            trace = cls._from_arrays(arrays) if version <= TRACE_VERSION else None
+            trace = cls._from_arrays(arrays) if version == TRACE_VERSION else None
         except OSError as error:
             raise StorageError(f"{path}: the trace cannot be read: {error.strerror or error}") from error
         except Exception as error:  # damage shows as whatever zipfile, zlib or numpy stumbles over first
             raise OptionError(f"{path}: not a trace, or damaged; record it again with --trace") from error
         if trace is None:
-            raise OptionError(f"{path}: a trace of version {version}, this program reads up to {TRACE_VERSION}; update it")
+            way_out = "update this program" if version > TRACE_VERSION else "record it again with --trace"
+            raise OptionError(f"{path}: a trace of version {version}, this program reads version {TRACE_VERSION}; {way_out}")
         return trace
 
     @classmethod
@@ -201,14 +338,24 @@ class RouteTrace:
         expert_ids = arrays["expert_ids"].astype(np.int16, casting="safe")
         hit = arrays["hit"].astype(np.bool_, casting="safe")
         tokens, num_layers, top_k = expert_ids.shape
-        ends = np.cumsum(arrays["forward_tokens"].astype(np.int64, casting="safe"))
-        if hit.shape != expert_ids.shape or (ends[-1] if len(ends) else 0) != tokens:
+        by_layer = {name: arrays[name].astype(kind, casting="safe") for name, kind in _BY_LAYER.items()}
+        by_forward = {name: arrays[name].astype(kind, casting="safe") for name, kind in _BY_FORWARD.items()}
+        num_experts, expert_bytes, slots = (int(arrays[name]) for name in ("num_experts", "expert_bytes", "slots"))
+        counts = by_forward["forward_tokens"]
+        belong = (
+            hit.shape == expert_ids.shape
+            and counts.ndim == 1
+            and (counts >= 1).all()
+            and counts.sum() == tokens
+            and all(array.shape == (len(counts), num_layers) for array in by_layer.values())
+            and all(array.shape == (len(counts),) for array in by_forward.values())
+            and all(np.isfinite(array).all() for array in (*by_layer.values(), *by_forward.values()))
+            and ((expert_ids >= 0) & (expert_ids < num_experts)).all()
+            and min(num_layers, top_k, expert_bytes, slots) >= 1
+        )
+        if not belong:
             raise ValueError("the arrays do not belong together")
         replayed = [str(label) for label in arrays["replayed"].astype(np.str_, casting="safe")]
-        trace = cls(num_layers, int(arrays["num_experts"]), top_k, replayed=replayed[0] if replayed else None)
-        trace._expert_ids = np.split(expert_ids, ends)[:-1]
-        trace._hit = np.split(hit, ends)[:-1]
-        trace._wait_seconds = list(arrays["wait_seconds"].astype(np.float32).reshape(len(ends), num_layers))
-        trace._bytes_asked = list(arrays["bytes_asked"].astype(np.int64).reshape(len(ends), num_layers))
-        trace._bytes_read = [int(count) for count in arrays["bytes_read"].reshape(len(ends))]
+        trace = cls(num_layers, num_experts, top_k, expert_bytes=expert_bytes, slots=slots, replayed=replayed[0] if replayed else None)
+        trace._blocks = [{"expert_ids": expert_ids, "hit": hit, **by_layer, **by_forward}]
         return trace

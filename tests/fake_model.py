@@ -83,5 +83,5 @@ class FakeModel:
         self.fail_at = -1
         self.failure: BaseException = KeyboardInterrupt()
 
-    def session(self) -> FakeSession:
+    def session(self, *, trace: bool = True) -> FakeSession:
         return FakeSession(self)

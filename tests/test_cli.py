@@ -197,19 +197,13 @@ def test_inspect_promises_the_cache_that_a_run_takes(packed):
             assert footprint.dense_bytes == model.core_bytes
 
 
-def test_inspect_tells_the_sampling_and_a_trace(tmp_path):
-    trace = tmp_path / "routes.npz"
-    assert invoke("run", "demo", "The red fox", "--max-new-tokens", "5", "--trace", str(trace), *ONE).exit_code == 0
-    result = invoke("inspect", "demo", "--trace", str(trace), "--temperature", "0.5", "--top-k", "7", "--json")
-    described = json.loads(result.stdout)
+def test_inspect_tells_the_sampling():
+    described = json.loads(invoke("inspect", "demo", "--temperature", "0.5", "--top-k", "7", "--json").stdout)
     assert described["run"]["sampling"]["top_k"] == 7
-    assert described["trace"]["tokens"] == 3 + 4
-    text = invoke("inspect", "demo", "--trace", str(trace), "--temperature", "0.5").stdout
-    assert "7 in 5 forwards" in text and "temperature 0.5" in text
+    assert "temperature 0.5" in invoke("inspect", "demo", "--temperature", "0.5").stdout
     assert "greedy" in invoke("inspect", "demo").stdout
-    for bad, message in ((["--top-p", "2"], "top_p"), (["--trace", str(tmp_path / "none.npz")], "none.npz")):
-        result = invoke("inspect", "demo", *bad)
-        assert result.exit_code != 0 and message in result.stderr
+    result = invoke("inspect", "demo", "--top-p", "2")
+    assert result.exit_code == 2 and "top_p" in result.stderr
 
 
 def test_inspect_as_text():
@@ -319,7 +313,7 @@ def test_a_closed_pipe_ends_quietly():
         assert process.stderr.read() == b""
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["chat"], ["inspect"]])
+@pytest.mark.parametrize("command", [[], ["run"], ["chat"], ["inspect"], ["route"], ["report"]])
 def test_help_teaches(command):
     result = invoke(*command, "--help")
     assert result.exit_code == 0

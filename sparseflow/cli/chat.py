@@ -48,7 +48,8 @@ def chat(model: str, system: str | None, thinking: bool | None, max_new_tokens: 
     start = [] if system is None else [{"role": "system", "content": system}]
     interactive = is_terminal()
     with open_model(model, cache=cache, threads=threads, strict=strict, context=context) as opened, sparseflow.Conversation(
-            opened, messages=start, max_new_tokens=max_new_tokens, stop=stop, enable_thinking=thinking, **sampling) as conversation:
+            opened, messages=start, max_new_tokens=max_new_tokens, stop=stop, enable_thinking=thinking,
+            trace=trace_file is not None, **sampling) as conversation:
         turn = 0
         while (line := read_line(interactive)) is not None:
             if line == "/exit":

@@ -18,7 +18,6 @@ from sparseflow.model import check_context, model_folder
 from sparseflow.packfile import Manifest, read_manifest
 from sparseflow.sampling import SamplingOptions
 from sparseflow.sizes import format_bytes
-from sparseflow.trace import RouteTrace
 
 _CACHE_SIZES = 8
 
@@ -28,28 +27,23 @@ _CACHE_SIZES = 8
 @sampling_options
 @engine_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for machines instead of text.")
-@click.option("--trace", "trace_file", metavar="FILE", help="Also tell what is in a trace that run or chat saved.")
 def inspect(model: str, max_new_tokens: int, stop: tuple[str, ...], cache: str, threads: int | None, strict: bool, context: int | None,
-            as_json: bool, trace_file: str | None, **sampling: Any) -> None:
+            as_json: bool, **sampling: Any) -> None:
     """Tell the geometry of MODEL, the sizes of its parts, and what one token costs in bytes. No weights are read.
 
-    With the options of a run it also tells what that run would hold in memory and how it would sample; with --trace, what a run
-    before asked of the experts.
+    With the options of a run it also tells what that run would hold in memory and how it would sample.
 
     \b
     Examples:
       sparseflow inspect demo
       sparseflow inspect qwen-packed --cache 4GiB --context 8192
       sparseflow inspect qwen-packed --json
-      sparseflow inspect demo --trace routes.npz
     """
     check_early(sampling, stop, None)
     manifest = read_manifest(model_folder(model))
     described = describe(manifest, cache, check_context(context, manifest.geometry), check_threads(threads), strict)
     described["run"]["sampling"] = {
         "max_new_tokens": max_new_tokens, "stop": stop, **asdict(SamplingOptions().replace(**sampling))}
-    if trace_file is not None:
-        described["trace"] = describe_trace(RouteTrace.load(trace_file))
     click.echo(json.dumps(described, indent=2) if as_json else as_text(described))
 
 
@@ -82,12 +76,6 @@ def describe(manifest: Manifest, cache: str, context: int, threads: int, strict:
             "problem": problem,
         },
     }
-
-
-def describe_trace(trace: RouteTrace) -> dict[str, Any]:
-    """The totals of a recorded trace."""
-    names = ("forwards", "tokens", "requests", "hits", "hit_rate", "bytes_asked", "bytes_read", "replayed")
-    return {name: getattr(trace, name) for name in names}
 
 
 def cache_sizes(footprint: Footprint) -> list[int]:
@@ -152,17 +140,6 @@ def as_text(described: dict[str, Any]) -> str:
         lines.append(row("sampling", ", ".join(f"{name} {run['sampling'][name]}" for name in names)))
     if run["problem"] is not None:
         lines.append(row("but", run["problem"]))
-    if "trace" in described:
-        trace = described["trace"]
-        rate = "n/a" if trace["hit_rate"] is None else f"{trace['hit_rate']:.1%}"
-        lines += [
-            "",
-            "the trace" if trace["replayed"] is None else f"the trace, of routes replayed from {trace['replayed']}",
-            row("tokens", f"{trace['tokens']} in {trace['forwards']} forwards"),
-            row("experts chosen", f"{trace['requests']}, of them in memory {trace['hits']} ({rate})"),
-            row("bytes asked", format_bytes(trace["bytes_asked"])),
-            row("bytes read", format_bytes(trace["bytes_read"])),
-        ]
     return "\n".join(lines)
 
 

@@ -7,6 +7,8 @@ import click
 from sparseflow.cli.chat import chat
 from sparseflow.cli.inspect import inspect
 from sparseflow.cli.options import EXIT_STATUSES, SparseFlowGroup
+from sparseflow.cli.report import report
+from sparseflow.cli.route import route
 from sparseflow.cli.run import run
 
 
@@ -28,3 +30,5 @@ def main() -> None:
 main.add_command(run)
 main.add_command(chat)
 main.add_command(inspect)
+main.add_command(route)
+main.add_command(report)

@@ -179,5 +179,5 @@ def output_options(command: Command) -> Command:
     return _apply([
         click.option("--json", "as_json", is_flag=True, help="Print JSON for machines instead of text."),
         click.option("--trace", "trace_file", type=click.Path(dir_okay=False, writable=True), metavar="FILE",
-                     help="Save which experts each token asked for, and what was in memory."),
+                     help="Save which experts each token asked for, and what that cost; see 'sparseflow route'."),
     ])(command)

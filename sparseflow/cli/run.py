@@ -52,7 +52,8 @@ def run(model: str, prompt: str, chat: bool, system: str | None, thinking: bool 
     text = read_prompt(prompt)
     with open_model(model, cache=cache, threads=threads, strict=strict, context=context) as opened:
         generation = opened.generate(
-            as_messages(text, system) if chat else text, max_new_tokens=max_new_tokens, stop=stop, enable_thinking=thinking, **sampling)
+            as_messages(text, system) if chat else text, max_new_tokens=max_new_tokens, stop=stop, enable_thinking=thinking,
+            trace=trace_file is not None, **sampling)
         show(opened, generation, as_json)
         if trace_file is not None:
             generation.session.trace.save(trace_file)
