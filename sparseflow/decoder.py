@@ -22,7 +22,7 @@ from sparseflow.kernels.experts import ExpertBatch, combine, compute_together, r
 from sparseflow.kernels.norms import rms_norm
 from sparseflow.kernels.threads import Step
 from sparseflow.layout import ExpertLayout
-from sparseflow.leases import Lease, LeaseTable
+from sparseflow.leases import LeaseTable
 from sparseflow.prefetch import GuessRecord, Guesses, NextRouter
 from sparseflow.replay import RouteReplay
 from sparseflow.rotary import Rotary
@@ -48,6 +48,13 @@ class LayerTrace(Protocol):
         asked_at: float,
         arrived_at: float,
     ) -> None: ...
+
+
+class LeaseCount:
+    """What forwards asked of the experts: leases, and those of them that were in memory."""
+
+    def __init__(self) -> None:
+        self.requests = self.hits = 0
 
 
 class RMSNorm:
@@ -161,6 +168,7 @@ class SparseMoe:
         position: int,
         step: Step,
         guesses: Guesses | None,
+        usage: LeaseCount,
         trace: LayerTrace | None,
         replay: RouteReplay | None,
     ) -> None:
@@ -186,19 +194,22 @@ class SparseMoe:
             self.shared_expert.layout,
         )
         beside = [(shared, shared.experts, self.shared_expert.addresses)]
-        resident = np.zeros(g.num_experts, np.bool_)
+        resident = np.zeros(g.num_experts, np.bool_) if trace is not None else None
         waited = 0.0
         asked_at = arrived_at = time.perf_counter()
         # One wave, unless a chunk asks for more distinct experts than the table has slots.
         for first in range(0, len(batch.experts), self.leases.slots):
             wave = batch.experts[first : first + self.leases.slots]
-            which = np.arange(first, first + len(wave), dtype=np.int32)
             with self.leases.acquire(self.layer, wave) as lease:
-                resident[wave] = lease.hit
-                ready = lease.order[: lease.num_ready]
+                usage.hits += lease.num_hits
+                if resident is not None:
+                    resident[wave] = lease.hit
+                order, addresses = lease.order, lease.addresses[lease.order]
+                which = order + first if first else order
+                ready = lease.num_ready
                 # While the missing slices are on their way, compute what needs none of them.
-                waited += _wait(lease, ready)
-                compute_together([(batch, which[ready], lease.addresses[ready]), *beside], self.threads)
+                lease.wait_for(0, ready)
+                compute_together([(batch, which[:ready], addresses[:ready]), *beside], self.threads)
                 beside = []
                 if guesses is not None and self.next_router is not None:
                     guesses.predict(self.next_router, residual)
@@ -206,24 +217,19 @@ class SparseMoe:
                 if guesses is not None:
                     guesses.begin()
                 # The rest as it arrives, a few at a time, while those behind are still being read.
-                for start in range(lease.num_ready, len(lease), EXPERTS_AT_ONCE):
-                    part = lease.order[start : start + EXPERTS_AT_ONCE]
-                    waited += _wait(lease, part)
+                for start in range(ready, len(lease), EXPERTS_AT_ONCE):
+                    part = slice(start, min(start + EXPERTS_AT_ONCE, len(lease)))
+                    started = time.perf_counter()
+                    lease.wait_for(part.start, part.stop)
                     arrived_at = time.perf_counter()
-                    batch.compute(which[part], lease.addresses[part], self.threads)
+                    waited += arrived_at - started
+                    batch.compute(which[part], addresses[part], self.threads)
                     step.run()
         combine(residual, batch.out, weights, shared.out, shared_gate, self.threads)
-        if trace is not None:
+        usage.requests += len(batch.experts)
+        if trace is not None and resident is not None:
             bytes_asked = len(batch.experts) * self.layout.stride
             trace.add_layer(self.layer, ids, resident[ids], waited, bytes_asked, asked_at, arrived_at)
-
-
-def _wait(lease: Lease, positions: NDArray[np.int32]) -> float:
-    """Returns when the experts at these positions are in memory; the seconds that took."""
-    started = time.perf_counter()
-    for position in positions.tolist():
-        lease.wait_one(position)
-    return time.perf_counter() - started
 
 
 class DecoderLayer:
@@ -254,6 +260,7 @@ class DecoderLayer:
         sine: Array,
         step: Step,
         guesses: Guesses | None,
+        usage: LeaseCount,
         trace: LayerTrace | None,
         replay: RouteReplay | None,
     ) -> None:
@@ -265,7 +272,7 @@ class DecoderLayer:
         else:
             assert self.linear_attn is not None
             self.linear_attn(normed, state, x)
-        self.mlp(Activations(self.post_attention_layernorm(x), self.threads), x, position, step, guesses, trace, replay)
+        self.mlp(Activations(self.post_attention_layernorm(x), self.threads), x, position, step, guesses, usage, trace, replay)
 
 
 class Decoder:
@@ -304,11 +311,13 @@ class Decoder:
         state: DecoderState,
         *,
         logits: int,
-        trace: LayerTrace | None,
+        usage: LeaseCount,
+        trace: LayerTrace | None = None,
         replay: RouteReplay | None = None,
     ) -> Array:
         """Feeds a chunk of tokens and moves the state on; returns logits float32 [rows, vocab].
 
+        usage: is added to.
         logits: how many of the last tokens to give logits for, at most len(ids).
         replay: experts chosen beforehand, which the routers then only weight.
         """
@@ -320,7 +329,7 @@ class Decoder:
             guesses = Guesses(self.guess_record, self.leases, self.top_k, self.threads)
         with Step(self.threads) as step:
             for layer, layer_state in zip(self.layers, state.layers, strict=True):
-                layer(x, layer_state, state.position, cosine, sine, step, guesses, trace, replay)
+                layer(x, layer_state, state.position, cosine, sine, step, guesses, usage, trace, replay)
             if logits > 0:
                 result = self.lm_head(Activations(self.norm(x[-logits:]), self.threads))
         state.position += len(ids)

@@ -63,6 +63,7 @@ cdef class Lease:
         ids: int32 [n], ascending.
         hit: bool [n], whether the expert had a slot when this was acquired: it was in memory, or on its way there for
             another lease (then it is still waited for here). One that had been prefetched is no hit: the disk was read for it.
+        num_hits: how many of them.
         order: int32 [n], positions in `ids` in the order in which waiting for them is shortest: the first `num_ready` were in memory
             when this was acquired.
         addresses: uint64 [n], where each slice begins. The bytes are there once waited for, until release.
@@ -75,6 +76,7 @@ cdef class Lease:
     cdef readonly object hit
     cdef readonly object order
     cdef readonly int num_ready
+    cdef readonly int num_hits
     cdef readonly object addresses
 
     def __cinit__(self, LeaseTable owner not None, int layer, Py_ssize_t n):
@@ -115,6 +117,7 @@ cdef class Lease:
         PyObject_GetBuffer(self.order, &order, PyBUF_WRITABLE)
         PyObject_GetBuffer(self.addresses, &addresses, PyBUF_WRITABLE)
         for i in range(pins.n):
+            self.num_hits += pins.hit[i]
             (<int32_t*>ids.buf)[i] = pins.keys[i] - first
             (<uint8_t*>hit.buf)[i] = pins.hit[i]
             (<uint64_t*>addresses.buf)[i] = table_address(&self.owner.table, pins, i)
@@ -168,17 +171,30 @@ cdef class Lease:
 
     def wait_one(self, i: int) -> None:
         """Return when expert `ids[i]` is in memory. Raises as `wait`, and OptionError for a position that is not there."""
-        cdef Py_ssize_t position
-        cdef int number = 0
         self.check_held()
         if not 0 <= i < self.pins.n:
             raise OptionError(f"there is no position {i} in a lease of {self.pins.n} experts")
-        position = i
+        self.admit(i)
+
+    cdef int admit(self, Py_ssize_t position) except -1:
+        cdef int number = 0
         if self.pins.pending[position]:
             with nogil:
                 number = table_admit(&self.owner.table, &self.pins, position)
         if number != 0:
             self.fail(position, number)
+        return 0
+
+    def wait_for(self, start: int, stop: int) -> None:
+        """Return when the experts at positions order[start:stop] are in memory. Raises as `wait`, and OptionError for places that
+        are not there."""
+        cdef const int32_t[::1] order = self.order
+        cdef Py_ssize_t first = start, last = stop, place
+        self.check_held()
+        if not 0 <= first <= last <= self.pins.n:
+            raise OptionError(f"there are no places {start} to {stop} in a lease of {self.pins.n} experts")
+        for place in range(first, last):
+            self.admit(order[place])
 
     def release(self) -> None:
         """Unpin the experts; those that were not waited for lose their slot. Does nothing when released already."""
@@ -333,32 +349,35 @@ cdef class LeaseTable:
         """
         return self.reserve(self.request(layer, ids), True)
 
-    def observe(self, layer: int, const int32_t[:, ::1] ids, const float[:, ::1] weights) -> None:
+    def observe(self, layer: int, chosen, router_weights) -> None:
         """Tell what tokens chose in a layer, before acquiring it: the table learns from it what to keep.
 
         Parameters
             layer: the layer.
-            ids: int32 [tokens, top_k], each row ascending and distinct.
-            weights: float32 [tokens, top_k], the router's.
+            chosen: int32 [tokens, top_k], expert ids, each row ascending and distinct.
+            router_weights: float32 [tokens, top_k].
 
         Raises
             OptionError: a layer or experts that do not exist, or arrays of different shape.
         """
+        cdef const int32_t[:, ::1] ids
+        cdef const float[:, ::1] weights
         cdef int32_t number
         cdef Py_ssize_t token, k
         cdef int num_experts = self.store.num_experts
+        # With a slot for every expert nothing is ever evicted.
+        if self.table.slots == NULL or self.table.num_slots == self.table.extents.count:
+            return
         self.store.slice_number(layer, 0)
         number = layer
+        ids, weights = chosen, router_weights
         if ids.shape[0] != weights.shape[0] or ids.shape[1] != weights.shape[1]:
             raise OptionError(f"ids [{ids.shape[0]}, {ids.shape[1]}] with weights [{weights.shape[0]}, {weights.shape[1]}]")
         for token in range(ids.shape[0]):
             for k in range(ids.shape[1]):
                 if not (-1 if k == 0 else ids[token, k - 1]) < ids[token, k] < num_experts:
                     raise OptionError(f"layer {layer}: expert {ids[token, k]} of {num_experts}, out of range or of order")
-        # With a slot for every expert nothing is ever evicted.
-        if ids.shape[0] == 0 or ids.shape[1] == 0 or self.table.slots == NULL:
-            return
-        if self.table.num_slots < self.table.extents.count:
+        if ids.shape[0] > 0 and ids.shape[1] > 0:
             with nogil:
                 table_observe(&self.table, number, &ids[0, 0], &weights[0, 0], ids.shape[0], ids.shape[1])
 

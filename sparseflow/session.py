@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sparseflow.decoder import LeaseCount
 from sparseflow.errors import CapacityError, OptionError, SparseFlowError
 from sparseflow.evidence import disk_bytes_read
 from sparseflow.replay import RouteReplay
@@ -136,45 +137,19 @@ class Session:
         return tokens.astype(np.int64)
 
     def _chunk(self, tokens: NDArray[np.int64], state: DecoderState, logits: int) -> NDArray[np.float32]:
-        record = _ForwardRecord(self.trace, self._model.layout.stride)
+        count = LeaseCount()
         evictions = self._model.leases.counters()["evictions"]
         read = disk_bytes_read()
         if self.trace is not None:
             self.trace.begin_forward(len(tokens), read)
         self._broken = True
-        result = self._model.decoder(tokens, state, logits=logits, trace=record, replay=self.replay)
+        result = self._model.decoder(tokens, state, logits=logits, usage=count, trace=self.trace, replay=self.replay)
         self._broken = False
         read_after = disk_bytes_read()
         bytes_read = None if read is None or read_after is None else read_after - read
         if self.trace is not None:
             self.trace.end_forward(read_after)
         evictions = self._model.leases.counters()["evictions"] - evictions
-        self.usage.append(
-            ForwardUsage(len(tokens), record.requests, record.hits, evictions, record.bytes_asked, bytes_read)
-        )
+        asked = count.requests * self._model.layout.stride
+        self.usage.append(ForwardUsage(len(tokens), count.requests, count.hits, evictions, asked, bytes_read))
         return result
-
-
-class _ForwardRecord:
-    """Counts the leases of one forward and passes its routes on to the trace."""
-
-    def __init__(self, trace: RouteTrace | None, stride: int) -> None:
-        self.requests = self.hits = self.bytes_asked = 0
-        self._trace = trace
-        self._stride = stride
-
-    def add_layer(
-        self,
-        layer: int,
-        expert_ids: NDArray[np.int32],
-        hit: NDArray[np.bool_],
-        wait_seconds: float,
-        bytes_asked: int,
-        asked_at: float,
-        arrived_at: float,
-    ) -> None:
-        self.requests += bytes_asked // self._stride
-        self.hits += int(hit.sum()) if len(hit) == 1 else len(np.unique(expert_ids[hit]))
-        self.bytes_asked += bytes_asked
-        if self._trace is not None:
-            self._trace.add_layer(layer, expert_ids, hit, wait_seconds, bytes_asked, asked_at, arrived_at)
