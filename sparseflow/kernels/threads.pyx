@@ -2,9 +2,9 @@
 """The seam between kernels and threads: nothing else in the package starts or names a thread of computation."""
 
 import numbers
-import os
 
 from sparseflow.errors import OptionError
+from sparseflow.limits import processors
 
 cdef extern from "csrc/parallel.h":
     ctypedef void (*sf_unit)(void *, long, int) noexcept nogil
@@ -25,8 +25,8 @@ if sf_watch_forks() != 0:
 
 
 def default_threads() -> int:
-    """The processors this process may run on."""
-    return len(os.sched_getaffinity(0))
+    """The processors this process may use: by its affinity and the time its cgroups grant."""
+    return processors().usable
 
 
 def check_threads(threads):
