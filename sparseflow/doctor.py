@@ -233,6 +233,11 @@ def _expect(found: Diagnosis, footprint: Footprint, slots: int, layers: int) -> 
     disk = float("inf") if found.disk_speed is None else found.disk_speed.bytes_per_second
     told = found.expectation = expect(footprint, slots, layers, memory, disk)
     text = (
-        f"{told.slow:.2g} to {told.fast:.2g} tokens/s expected once warm: a token reads {format_bytes(footprint.bytes_per_token)} from "
+        f"{_rate(told.slow)} to {_rate(told.fast)} tokens/s expected once warm: a token reads {format_bytes(footprint.bytes_per_token)} from "
         f"memory at {format_bytes(round(memory))}/s, and finds {told.slow_hits:.0%} to {told.fast_hits:.0%} of its experts in the cache")
     found.checks.append(Check("speed", "ok", told.fast, "tokens/s", text))
+
+
+def _rate(speed: float) -> str:
+    """Two digits are all that an expectation is good for."""
+    return f"{speed:.0f}" if speed >= 10 else f"{speed:.1f}" if speed >= 1 else f"{speed:.2f}"

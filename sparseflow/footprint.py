@@ -20,7 +20,7 @@ PREFILL_CHUNK = 512
 PLANNED_CONTEXT = 4096
 """Tokens of a session to plan memory for when no context is asked for: its keys and values grow only as they are used."""
 
-_CODE_BYTES = 10 << 20
+_CODE_BYTES = 6 << 20
 _VOCABULARY_ENTRY_BYTES = 850
 
 

@@ -118,6 +118,7 @@ def _upwards(point: Path, inside: str) -> Iterator[Path]:
 
 
 def _group_limits(folder: Path, version: int) -> list[MemoryLimit]:
+    limits: tuple[str, ...]
     if version == 2:
         # Beyond memory.high a group is not killed but slowed down until it is of no use.
         limits, usage, cache = ("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import click
 
@@ -61,7 +62,7 @@ def examine(model: str, cache: str, context: int | None, threads: int | None) ->
     except (PackedModelError, StorageError) as error:
         return unreadable(model, error)
     planned = planned_context(context, manifest.geometry.max_position_embeddings)
-    shown = click.get_text_stream("stderr").isatty()
+    shown = sys.stderr.isatty()
 
     def progress(what: str) -> None:
         if shown:
