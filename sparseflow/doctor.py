@@ -4,14 +4,15 @@ The report, version 1, is what `--json` prints. Sizes are in bytes, speeds in by
 tell. Fields may be added within a version.
 
     schema, schema_version      "sparseflow-doctor", 1
-    verdict, exit_status        "fits" 0; "does not fit" 1, when a check failed; "cannot tell" 2, when none failed but one is unknown
+    verdict, exit_status        "fits" 0; "does not fit" 1, when a check failed; "cannot tell" 2, when none failed but one is
+                                unknown
     model                       as it was asked for
     checks                      a list of name, status (ok, warning, fail, unknown), value, unit, text, advice; the names are
                                 model, processor, threads, limits, memory, cache, disk space, disk kind, disk speed, speed
     run                         slots, cache_bytes, context, prefill_chunk, threads: what was planned
-    memory                      held_bytes (Python and imports), items (name, bytes, arithmetic), added_bytes (their sum), peak_bytes
-                                (held and added: the predicted peak RSS), available_bytes, limits (name, limit_bytes, used_bytes,
-                                maps, room_bytes)
+    memory                      held_bytes (Python and imports), items (name, bytes, arithmetic), added_bytes (their sum),
+                                peak_bytes (held and added: the predicted peak RSS), available_bytes, limits (name, limit_bytes,
+                                used_bytes, maps, room_bytes)
     cache                       recommended_bytes, recommended_slots, smallest_bytes, all_bytes
     disk                        kind, free_bytes, total_bytes, rotational; bytes_per_second, extent_bytes
     memory_bytes_per_second     measured
@@ -148,7 +149,8 @@ def diagnose(
         found.disk = file_system(manifest.folder)
         found.checks += [check_space(found.disk), check_kind(found.disk)]
     except OSError as error:
-        found.checks.append(Check("disk space", "warning", None, None, f"{manifest.folder}: the file system does not tell: {error.strerror}"))
+        text = f"{manifest.folder}: the file system does not tell: {error.strerror}"
+        found.checks.append(Check("disk space", "warning", None, None, text))
     progress("measuring the disk")
     _measure_disk(found, manifest)
     progress("measuring memory")
@@ -190,7 +192,8 @@ def check_space(disk: FileSystem) -> Check:
     """Room on the model's file system. A run needs none; traces and a second pack do."""
     text = f"{format_bytes(disk.free_bytes)} free of {format_bytes(disk.total_bytes)}"
     if disk.free_bytes < _LEAST_FREE:
-        return Check("disk space", "warning", disk.free_bytes, "bytes", text, "a run writes nothing there, but packing and traces would")
+        advice = "a run writes nothing there, but packing and traces would"
+        return Check("disk space", "warning", disk.free_bytes, "bytes", text, advice)
     return Check("disk space", "ok", disk.free_bytes, "bytes", text)
 
 
@@ -198,28 +201,32 @@ def check_kind(disk: FileSystem) -> Check:
     """Whether missed experts come from a disk that is fit for random reads."""
     kind = disk.kind or "unknown file system"
     if disk.is_network:
-        return Check("disk kind", "warning", None, None, f"{kind}: a network file system, every missed expert crosses the network",
-                     "copy the model to a local disk")
-    if disk.is_memory:
-        return Check("disk kind", "warning", None, None, f"{kind}: the file lives in memory, and a cache holds its experts twice",
-                     "keep the model on a disk")
-    if disk.rotational:
-        return Check("disk kind", "warning", None, None, f"{kind} on a disk that says it is rotational: seeks between experts cost most",
-                     "copy the model to an SSD, unless this is a virtual disk that knows no better")
-    return Check("disk kind", "ok", None, None, f"{kind}, {'kind of disk unknown' if disk.rotational is None else 'no rotating disk'}")
+        text, advice = "a network file system, every missed expert crosses the network", "copy the model to a local disk"
+    elif disk.is_memory:
+        text, advice = "the file lives in memory, and a cache holds its experts twice", "keep the model on a disk"
+    elif disk.rotational:
+        text = "a disk that says it is rotational, where seeks between experts cost most"
+        advice = "copy the model to an SSD, unless this is a virtual disk that knows no better"
+    else:
+        text = "kind of disk unknown" if disk.rotational is None else "no rotating disk"
+        return Check("disk kind", "ok", None, None, f"{kind}: {text}")
+    return Check("disk kind", "warning", None, None, f"{kind}: {text}", advice)
 
 
 def _measure_disk(found: Diagnosis, manifest: Manifest) -> None:
     try:
         speed = found.disk_speed = measure_disk(manifest, passes=1, pass_bytes=_DISK_PASS_BYTES, pass_seconds=_DISK_PASS_SECONDS)
     except StorageError as error:
-        found.checks.append(Check("disk speed", "warning", None, "bytes/s", str(error), "the speed of a run that misses experts stays unknown"))
+        advice = "the speed of a run that misses experts stays unknown"
+        found.checks.append(Check("disk speed", "warning", None, "bytes/s", str(error), advice))
         return
     rate = speed.bytes_per_second
     text = f"{format_bytes(round(rate))}/s cold, on random experts of {format_bytes(speed.extent_bytes)}"
-    slow = rate < _SLOW_DISK
-    advice = "a larger --cache or a faster disk would help most" if slow else None
-    found.checks.append(Check("disk speed", "warning" if slow else "ok", rate, "bytes/s", text, advice))
+    if rate < _SLOW_DISK:
+        advice = "a larger --cache or a faster disk would help most"
+        found.checks.append(Check("disk speed", "warning", rate, "bytes/s", text, advice))
+    else:
+        found.checks.append(Check("disk speed", "ok", rate, "bytes/s", text))
 
 
 def _expect(found: Diagnosis, footprint: Footprint, slots: int, layers: int) -> None:
@@ -233,8 +240,9 @@ def _expect(found: Diagnosis, footprint: Footprint, slots: int, layers: int) -> 
     disk = float("inf") if found.disk_speed is None else found.disk_speed.bytes_per_second
     told = found.expectation = expect(footprint, slots, layers, memory, disk)
     text = (
-        f"{_rate(told.slow)} to {_rate(told.fast)} tokens/s expected once warm: a token reads {format_bytes(footprint.bytes_per_token)} from "
-        f"memory at {format_bytes(round(memory))}/s, and finds {told.slow_hits:.0%} to {told.fast_hits:.0%} of its experts in the cache")
+        f"{_rate(told.slow)} to {_rate(told.fast)} tokens/s expected once warm: a token reads {format_bytes(footprint.bytes_per_token)}"
+        f" from memory at {format_bytes(round(memory))}/s, and finds {told.slow_hits:.0%} to {told.fast_hits:.0%} of its experts in the"
+        " cache")
     found.checks.append(Check("speed", "ok", told.fast, "tokens/s", text))
 
 

@@ -22,6 +22,7 @@ RECORDED_HITS = ((0.0, 0.0), (0.0082, 0.158), (0.0328, 0.42), (0.131, 0.71), (0.
 """Share of all experts that the cache holds, and of a token's experts found there: decode of a recorded English text with caches of
 256 MiB, 1, 4 and 8 GiB."""
 
+# Runs of all 40 layers with caches from 256 MiB to 4 GiB reached 0.74 to 0.83 of the two one after the other; a busy machine, less.
 _REACHED = 0.6
 _FAST_LAYER_SECONDS, _SLOW_LAYER_SECONDS = 2e-4, 1e-3
 

@@ -11,7 +11,10 @@ from typing import Any
 _MOUNTS = Path("/proc/self/mountinfo")
 _BLOCK_DEVICES = Path("/sys/dev/block")
 
-NETWORK = frozenset("nfs nfs4 cifs smb3 smbfs 9p ceph fuse.sshfs fuse.glusterfs fuse.s3fs fuse.rclone glusterfs lustre afs gfs2 beegfs".split())
+NETWORK = frozenset((
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "glusterfs", "lustre", "afs", "gfs2", "beegfs",
+    "fuse.sshfs", "fuse.glusterfs", "fuse.s3fs", "fuse.rclone",
+))
 """File systems whose bytes come over a network, by their name in mountinfo."""
 IN_MEMORY = frozenset(("tmpfs", "ramfs"))
 

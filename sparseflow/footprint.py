@@ -20,6 +20,7 @@ PREFILL_CHUNK = 512
 PLANNED_CONTEXT = 4096
 """Tokens of a session to plan memory for when no context is asked for: its keys and values grow only as they are used."""
 
+# Measured as the growth of a run beyond all that can be counted: mostly pages of libraries that nothing touched before.
 _CODE_BYTES = 6 << 20
 _VOCABULARY_ENTRY_BYTES = 850
 

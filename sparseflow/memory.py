@@ -5,7 +5,7 @@ from __future__ import annotations
 from sparseflow.limits import MemoryLimit, meminfo, memory_limits
 
 LEAST_CACHE = 256 << 20
-"""The smallest cache that is recommended for a model with more experts than that: below it, decode finds next to nothing in memory."""
+"""The smallest cache to recommend for a model with more experts than that: with less, decode finds next to nothing in memory."""
 
 _LEAST_SPARE = 64 << 20
 _SPARE_SHARE = 20

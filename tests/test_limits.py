@@ -43,8 +43,10 @@ def test_a_system_that_tells_nothing(system: FakeSystem) -> None:
 def test_version_2_and_all_ancestors(system: FakeSystem) -> None:
     root = system.mount("cgroup2", "rw,nsdelegate")
     system.member("0::/slice/unit/leaf")
-    write(root / "slice", memory__max=700 * MIB, memory__high="max", memory__current=300 * MIB, memory__stat="anon 1\ninactive_file 1048576\nactive_file 2097152")
-    write(root / "slice/unit", memory__max=600 * MIB, memory__high=500 * MIB, memory__current=100 * MIB, memory__stat="inactive_file 0")
+    write(root / "slice", memory__max=700 * MIB, memory__high="max", memory__current=300 * MIB,
+          memory__stat=f"anon 1\ninactive_file {MIB}\nactive_file {2 * MIB}")
+    write(root / "slice/unit", memory__max=600 * MIB, memory__high=500 * MIB, memory__current=100 * MIB,
+          memory__stat="inactive_file 0")
     write(root / "slice/unit/leaf", memory__max="max", memory__high="max", memory__current=50 * MIB)
     assert rooms() == {
         "MemAvailable": 800 * MIB,
