@@ -166,6 +166,9 @@ def check_model(manifest: Manifest) -> Check:
     return Check("model", "ok", version, "version", text)
 
 
-def quick_checks(manifest: Manifest, plan: MemoryPlan, threads: int) -> Sequence[Check]:
-    """What `load` checks: no measuring, a few small files read. Raises OptionError as `check_processor`."""
-    return (check_model(manifest), check_processor(), check_threads(threads), check_memory(plan))
+def quick_checks(plan: MemoryPlan, threads: int) -> Sequence[Check]:
+    """What `load` checks of the machine, once `read_manifest` has found the model complete: no measuring, a few small files read.
+
+    Raises OptionError as `check_processor`.
+    """
+    return (check_processor(), check_threads(threads), check_memory(plan))

@@ -72,7 +72,7 @@ def load(
             raise OptionError(f"{name} is {value!r}: give True or False")
     footprint = Footprint.of(manifest)
     slots = footprint.cache_slots(cache, planned, prefill_chunk)
-    checks = quick_checks(manifest, MemoryPlan.of(footprint, slots, planned, prefill_chunk), threads)
+    checks = quick_checks(MemoryPlan.of(footprint, slots, planned, prefill_chunk), threads)
     for check in checks:
         if check.status == "fail" and not force:
             raise CapacityError(f"{check.text}: {check.advice}, or force it (--force, force=True)")
