@@ -24,9 +24,10 @@ from sparseflow.bench_cell import Run
 from sparseflow.bench_process import run_in_process
 from sparseflow.bench_results import measured_fields
 from sparseflow.errors import OptionError, SparseFlowError, StorageError
+from sparseflow.evidence import rss_bytes
 from sparseflow.footprint import Footprint
 from sparseflow.machine import describe_machine, describe_versions
-from sparseflow.memory import INTERPRETER_BYTES, available_memory
+from sparseflow.memory import available_memory
 from sparseflow.packfile import DENSE_FILE, EMBED_FILE, EXPERTS_FILE, Manifest
 from sparseflow.sizes import format_bytes
 from sparseflow.speed_of_light import SpeedOfLight
@@ -152,9 +153,9 @@ class Benchmark:
     def _misfit(self, cell: Cell) -> str | None:
         """Why a cell would not fit in memory."""
         workload = self.workload
-        needed = self.footprint.run_bytes(cell.cache_bytes, len(workload.prompt_ids) + workload.new_tokens) + INTERPRETER_BYTES
+        needed = self.footprint.memory_bytes(cell.slots, len(workload.prompt_ids) + workload.new_tokens) + (rss_bytes() or 0)
         available = available_memory()
-        if needed <= available:
+        if available is None or needed <= available:
             return None
         return f"needs {format_bytes(needed)} of memory, {format_bytes(available)} are available"
 

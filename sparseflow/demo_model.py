@@ -13,6 +13,8 @@ from sparseflow.errors import StorageError
 from sparseflow.pack import pack_checkpoint
 from sparseflow.packfile import FORMAT_VERSION, MANIFEST_FILE
 
+_READ_BYTES = 1 << 18
+
 
 def checkpoint_folder() -> Path:
     """Where the demo's checkpoint lies in the installed package."""
@@ -33,7 +35,9 @@ def packed_folder() -> Path:
     digest = hashlib.sha256()
     for path in sorted(checkpoint.iterdir()):
         if path.suffix in (".json", ".safetensors"):
-            digest.update(path.read_bytes())
+            with open(path, "rb") as file:
+                while part := file.read(_READ_BYTES):
+                    digest.update(part)
     folder = cache / f"demo-v{FORMAT_VERSION}-{digest.hexdigest()[:12]}"
     if (folder / MANIFEST_FILE).is_file():
         return folder

@@ -57,7 +57,8 @@ def measure_memory(threads: int, *, buffer_bytes: int | None = None, passes: int
     buffer_bytes: None for several times the last level cache, as far as the available memory allows.
     """
     cache = last_level_cache_bytes()
-    size = buffer_bytes or buffer_size(cache, available_memory())
+    available = available_memory()
+    size = buffer_bytes or buffer_size(cache, 2 * _SMALLEST_BUFFER if available is None else available)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -10,11 +10,12 @@ from typing import Any
 
 from sparseflow import demo_model
 from sparseflow.chat import ChatTemplate
+from sparseflow.checks import MemoryPlan, quick_checks
 from sparseflow.config import Geometry
 from sparseflow.decoder import Decoder
-from sparseflow.errors import OptionError, SparseFlowError
+from sparseflow.errors import CapacityError, OptionError, SparseFlowError
 from sparseflow.evidence import RunEvidence, peak_rss_bytes
-from sparseflow.footprint import Footprint
+from sparseflow.footprint import PREFILL_CHUNK, Footprint, planned_context
 from sparseflow.generate import Generation, Prompt, generate, prepare_prompt
 from sparseflow.kernels import isa
 from sparseflow.kernels.threads import check_threads
@@ -38,8 +39,9 @@ def load(
     threads: int | None = None,
     strict: bool = False,
     context: int | None = None,
-    prefill_chunk: int = 512,
+    prefill_chunk: int = PREFILL_CHUNK,
     prefetch: bool = True,
+    force: bool = False,
     progress: Progress | None = None,
 ) -> Model:
     """Opens a packed model.
@@ -47,30 +49,38 @@ def load(
     Args:
         model: a folder made by sf-pack, or "demo".
         cache: memory for routed experts: a size ("4GiB", or bytes), "resident" for all of them, read at once, or "auto" for what
-            the machine's available memory allows.
+            `sparseflow doctor` recommends: what the available memory allows.
         threads: compute threads; None for the processors this process may use.
         strict: evicted experts are also dropped from the page cache, so that the bound holds for the machine.
-        context: the most tokens of one session; None for the model's own limit.
+        context: the most tokens of one session; None for the model's own limit, of which memory is planned for 4,096.
         prefill_chunk: tokens fed at once; more need more memory and fewer passes over the experts.
         prefetch: in a strict run, read ahead the experts that the next layer is likely to choose, as long as the guesses are mostly right.
             It changes no result.
+        force: load even what does not fit in the available memory, and may be killed for it.
         progress: called as progress(what, done, total) with bytes while weights are read.
 
-    Raises PackedModelError for a folder that is no complete packed model, OptionError for a bad argument, CapacityError when the
-    cache or the memory is too small, StorageError when the disk refuses.
+    The quick checks of `sparseflow doctor` are made first; `Model.warnings` tells what they warn of. Raises PackedModelError for a
+    folder that is no complete packed model, OptionError for a bad argument, CapacityError when the cache or the memory is too
+    small, StorageError when the disk refuses.
     """
     threads = check_threads(threads)
     isa.active()  # an unusable SPARSEFLOW_ISA is told before weights are read
     manifest = read_manifest(model_folder(model))
+    planned = planned_context(context, manifest.geometry.max_position_embeddings)
     context = check_context(context, manifest.geometry)
     if isinstance(prefill_chunk, bool) or not isinstance(prefill_chunk, int) or prefill_chunk < 1:
         raise OptionError(f"prefill_chunk is {prefill_chunk!r}: give a whole number of at least 1")
-    if not isinstance(strict, bool):
-        raise OptionError(f"strict is {strict!r}: give True or False")
-    if not isinstance(prefetch, bool):
-        raise OptionError(f"prefetch is {prefetch!r}: give True or False")
-    slots = Footprint.of(manifest).cache_slots(cache, context)
-    return Model(manifest, slots, cache == "resident", threads, strict, context, prefill_chunk, prefetch, progress)
+    for name, value in (("strict", strict), ("prefetch", prefetch), ("force", force)):
+        if not isinstance(value, bool):
+            raise OptionError(f"{name} is {value!r}: give True or False")
+    footprint = Footprint.of(manifest)
+    slots = footprint.cache_slots(cache, planned, prefill_chunk)
+    checks = quick_checks(MemoryPlan.of(footprint, slots, planned, prefill_chunk), threads)
+    for check in checks:
+        if check.status == "fail" and not force:
+            raise CapacityError(f"{check.text}: {check.advice}, or force it (--force, force=True)")
+    warnings = tuple(f"{check.text}: {check.advice}" for check in checks if check.status in ("warning", "fail"))
+    return Model(manifest, slots, cache == "resident", threads, strict, context, prefill_chunk, prefetch, progress, warnings)
 
 
 class Model:
@@ -83,6 +93,7 @@ class Model:
         core_bytes: bytes of the resident dense core.
         decoder: the layers.
         threads, strict, context, prefill_chunk: as in `load`.
+        warnings: what the checks before loading warn of, one sentence each.
 
     Thread-safety: sessions of one model may run in different threads.
     """
@@ -98,8 +109,10 @@ class Model:
         prefill_chunk: int,
         prefetch: bool,
         progress: Progress | None,
+        warnings: tuple[str, ...] = (),
     ) -> None:
         self.manifest = manifest
+        self.warnings = warnings
         self.folder = manifest.folder
         self.geometry = manifest.geometry
         self.threads = threads

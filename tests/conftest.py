@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fake_system import FakeSystem
 
-from sparseflow import demo_model
+from sparseflow import demo_model, limits
 from sparseflow.kernels import isa
 from sparseflow.pack import pack_checkpoint
 
@@ -35,3 +36,13 @@ def packed_demo_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo") / "bf16"
     pack_checkpoint(demo_model.checkpoint_folder(), folder, experts="bf16", dense="bf16")
     return folder
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSystem:
+    """A machine of 1000 MiB and 4 processors, without cgroups and rlimits, in place of the real one."""
+    fake = FakeSystem(tmp_path / "system")
+    monkeypatch.setattr(limits, "_PROC", fake.proc)
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda kind: (limits.resource.RLIM_INFINITY, limits.resource.RLIM_INFINITY))
+    monkeypatch.setattr(limits.os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
+    return fake

@@ -211,7 +211,8 @@ def test_a_folder_that_is_no_packed_model(tmp_path: Path) -> None:
 
 def test_a_cell_that_does_not_fit_in_memory_is_not_run(packed_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     footprint = Footprint.of(read_manifest(packed_demo))
-    fits = footprint.run_bytes(1 << 20, 50) + benchmark.INTERPRETER_BYTES
+    monkeypatch.setattr(benchmark, "rss_bytes", lambda: 50 << 20)
+    fits = footprint.memory_bytes(footprint.slots(1 << 20), 50) + (50 << 20)
     monkeypatch.setattr(benchmark, "available_memory", lambda: fits)
     result = bench(packed_demo, "--cache", "resident", "--cache", "1MiB", "--repeats", 1, "--json")
     assert result.exit_code == 0, result.output

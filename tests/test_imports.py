@@ -11,14 +11,15 @@ import pytest
 import sparseflow
 
 ORDER = """
-errors sizes config quantize tiles layout kernels.isa kernels.threads kernels.packing
+errors sizes config quantize tiles layout limits kernels.isa kernels.threads kernels.packing
 packfile shards checkpoint encode journal packer pack demo_model
 extents store policy readers slots leases kernels.linear kernels.norms kernels.experts kernels.deltanet kernels.attention
 kernels.bandwidth page_cache
-weights state rotary replay prefetch decoder evidence trace session route_simulation route_evidence memory footprint tokenizer messages chat sampling generate conversation model
-memory_speed disk_speed speed_of_light machine bench_cell bench_process bench_prompt bench_results benchmark
+weights state rotary replay prefetch decoder evidence trace session route_simulation route_evidence tokenizer memory activations footprint checks
+messages chat sampling generate conversation model
+memory_speed disk_speed speed_of_light filesystem expectation doctor machine bench_cell bench_process bench_prompt bench_results benchmark
 report.results report.charts report.bench_charts report.route_data report.page
-cli.options cli.pack cli.run cli.chat cli.inspect cli.bench cli.route cli.report cli.main
+cli.options cli.pack cli.run cli.chat cli.inspect cli.doctor cli.bench cli.route cli.report cli.main
 """.split()
 ALLOWED_OUTSIDE = {"numpy", "click", "safetensors", "tokenizers", "jinja2"}
 SHARED_FIRST_LINE = (

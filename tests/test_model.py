@@ -12,7 +12,6 @@ import pytest
 import sparseflow
 from sparseflow import demo_model
 from sparseflow.errors import CapacityError, OptionError, PackedModelError, SparseFlowError, StorageError
-from sparseflow.memory import INTERPRETER_BYTES, cache_for
 
 
 @pytest.mark.parametrize(
@@ -96,13 +95,6 @@ def test_a_cache_directory_that_cannot_be_made_is_named(tmp_path: Path, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(StorageError, match="XDG_CACHE_HOME"):
         demo_model.packed_folder()
-
-
-def test_auto_takes_what_is_left() -> None:
-    assert cache_for(available=INTERPRETER_BYTES + 1000, resident=300, all_experts=10**9, smallest=100) == 700
-    assert cache_for(available=INTERPRETER_BYTES + 1000, resident=300, all_experts=500, smallest=100) == 500
-    with pytest.raises(CapacityError, match="needs"):
-        cache_for(available=INTERPRETER_BYTES + 1000, resident=950, all_experts=500, smallest=100)
 
 
 def test_a_forked_child_computes_the_same(packed_demo: Path) -> None:

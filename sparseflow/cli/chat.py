@@ -14,6 +14,7 @@ from sparseflow.cli.options import (
     SparseFlowCommand,
     check_early,
     engine_options,
+    force_option,
     open_model,
     output_options,
     report_error,
@@ -29,9 +30,10 @@ from sparseflow.errors import CapacityError, OptionError
 @click.option("--thinking/--no-thinking", default=None, help="Let the model think before it answers, or not.")
 @sampling_options
 @engine_options
+@force_option
 @output_options
 def chat(model: str, system: str | None, thinking: bool | None, max_new_tokens: int, stop: tuple[str, ...], cache: str,
-         threads: int | None, strict: bool, context: int | None, as_json: bool, trace_file: str | None, **sampling: Any) -> None:
+         threads: int | None, strict: bool, context: int | None, force: bool, as_json: bool, trace_file: str | None, **sampling: Any) -> None:
     """Talk with MODEL: one line is one message. Each turn computes only what is new in the conversation.
 
     /reset forgets the conversation, /exit or the end of input ends it. Ctrl-C stops an answer; at the prompt it ends the chat.
@@ -47,7 +49,7 @@ def chat(model: str, system: str | None, thinking: bool | None, max_new_tokens: 
     check_early(sampling, stop, trace_file)
     start = [] if system is None else [{"role": "system", "content": system}]
     interactive = is_terminal()
-    with open_model(model, cache=cache, threads=threads, strict=strict, context=context) as opened, sparseflow.Conversation(
+    with open_model(model, cache=cache, threads=threads, strict=strict, context=context, force=force) as opened, sparseflow.Conversation(
             opened, messages=start, max_new_tokens=max_new_tokens, stop=stop, enable_thinking=thinking,
             trace=trace_file is not None, **sampling) as conversation:
         turn = 0

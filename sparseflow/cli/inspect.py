@@ -11,7 +11,7 @@ import click
 
 from sparseflow.cli.options import EXIT_STATUSES, SparseFlowCommand, check_early, engine_options, sampling_options
 from sparseflow.errors import CapacityError
-from sparseflow.footprint import Footprint
+from sparseflow.footprint import Footprint, planned_context
 from sparseflow.kernels import isa
 from sparseflow.kernels.threads import check_threads
 from sparseflow.model import check_context, model_folder
@@ -41,18 +41,19 @@ def inspect(model: str, max_new_tokens: int, stop: tuple[str, ...], cache: str, 
     """
     check_early(sampling, stop, None)
     manifest = read_manifest(model_folder(model))
-    described = describe(manifest, cache, check_context(context, manifest.geometry), check_threads(threads), strict)
+    planned = planned_context(context, manifest.geometry.max_position_embeddings)
+    described = describe(manifest, cache, check_context(context, manifest.geometry), planned, check_threads(threads), strict)
     described["run"]["sampling"] = {
         "max_new_tokens": max_new_tokens, "stop": stop, **asdict(SamplingOptions().replace(**sampling))}
     click.echo(json.dumps(described, indent=2) if as_json else as_text(described))
 
 
-def describe(manifest: Manifest, cache: str, context: int, threads: int, strict: bool) -> dict[str, Any]:
-    """Everything the command knows, by name; sizes in bytes."""
+def describe(manifest: Manifest, cache: str, context: int, planned: int, threads: int, strict: bool) -> dict[str, Any]:
+    """Everything the command knows, by name; sizes in bytes. planned: tokens that a cache of "auto" leaves room for."""
     footprint = Footprint.of(manifest)
     problem = None
     try:
-        slots = footprint.cache_slots(cache, context)
+        slots = footprint.cache_slots(cache, planned)
     except CapacityError as error:
         if cache != "auto":
             raise
@@ -69,7 +70,7 @@ def describe(manifest: Manifest, cache: str, context: int, threads: int, strict:
             "cache": cache_row(footprint, cache_bytes),
             "context": context,
             "session_bytes": footprint.state_bytes + context * footprint.kv_bytes_per_token,
-            "memory_bytes": footprint.run_bytes(cache_bytes, context),
+            "memory_bytes": footprint.memory_bytes(slots, context),
             "threads": threads,
             "strict": strict,
             "isa": isa.active(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from sparseflow.cli.chat import chat
+from sparseflow.cli.doctor import doctor
 from sparseflow.cli.inspect import inspect
 from sparseflow.cli.options import EXIT_STATUSES, SparseFlowGroup
 from sparseflow.cli.report import report
@@ -24,6 +25,7 @@ def main() -> None:
       sparseflow run demo "The red fox" --cache 1MiB
       sparseflow chat demo
       sparseflow inspect demo
+      sparseflow doctor demo
     """
 
 
@@ -32,3 +34,4 @@ main.add_command(chat)
 main.add_command(inspect)
 main.add_command(route)
 main.add_command(report)
+main.add_command(doctor)

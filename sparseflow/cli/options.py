@@ -51,13 +51,19 @@ class LoadProgress:
             click.echo("\r\x1b[K", nl=False, err=True)
 
 
-def open_model(model: str, *, cache: str, threads: int | None, strict: bool, context: int | None) -> sparseflow.Model:
-    """`sparseflow.load` with a progress line."""
+def open_model(
+    model: str, *, cache: str, threads: int | None, strict: bool, context: int | None, force: bool
+) -> sparseflow.Model:
+    """`sparseflow.load` with a progress line, and a line for each of its warnings."""
     progress = LoadProgress()
     try:
-        return sparseflow.load(model, cache=cache, threads=threads, strict=strict, context=context, progress=progress)
+        opened = sparseflow.load(
+            model, cache=cache, threads=threads, strict=strict, context=context, force=force, progress=progress)
     finally:
         progress.finish()
+    for warning in opened.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    return opened
 
 
 def check_early(sampling: dict[str, Any], stop: tuple[str, ...], trace_file: str | None) -> None:
@@ -157,6 +163,11 @@ def engine_options(command: Command) -> Command:
         click.option("--strict", is_flag=True, help="Also keep evicted experts out of the page cache."),
         click.option("--context", type=int, metavar="TOKENS", help="Most tokens of one session.  [default: the model's own]"),
     ])(command)
+
+
+def force_option(command: Command) -> Command:
+    """--force: passed to `sparseflow.load` under the same name."""
+    return click.option("--force", is_flag=True, help="Run even what does not fit in the available memory.")(command)
 
 
 def sampling_options(command: Command) -> Command:

@@ -14,6 +14,7 @@ from sparseflow.cli.options import (
     SparseFlowCommand,
     check_early,
     engine_options,
+    force_option,
     open_model,
     output_options,
     sampling_options,
@@ -29,9 +30,10 @@ from sparseflow.errors import OptionError
 @click.option("--thinking/--no-thinking", default=None, help="With --chat: let the model think first, or not.")
 @sampling_options
 @engine_options
+@force_option
 @output_options
 def run(model: str, prompt: str, chat: bool, system: str | None, thinking: bool | None, max_new_tokens: int, stop: tuple[str, ...],
-        cache: str, threads: int | None, strict: bool, context: int | None, as_json: bool, trace_file: str | None,
+        cache: str, threads: int | None, strict: bool, context: int | None, force: bool, as_json: bool, trace_file: str | None,
         **sampling: Any) -> None:
     """Continue PROMPT with MODEL and print the text as it comes.
 
@@ -50,7 +52,7 @@ def run(model: str, prompt: str, chat: bool, system: str | None, thinking: bool 
         raise OptionError("--system and --thinking act on a chat template: add --chat")
     check_early(sampling, stop, trace_file)
     text = read_prompt(prompt)
-    with open_model(model, cache=cache, threads=threads, strict=strict, context=context) as opened:
+    with open_model(model, cache=cache, threads=threads, strict=strict, context=context, force=force) as opened:
         generation = opened.generate(
             as_messages(text, system) if chat else text, max_new_tokens=max_new_tokens, stop=stop, enable_thinking=thinking,
             trace=trace_file is not None, **sampling)

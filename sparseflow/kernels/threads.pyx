@@ -10,9 +10,9 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 import numbers
-import os
 
 from sparseflow.errors import OptionError
+from sparseflow.limits import processors
 
 cdef extern from "csrc/parallel.h":
     struct sf_operation:
@@ -155,8 +155,8 @@ if sf_watch_forks() != 0:
 
 
 def default_threads() -> int:
-    """The processors this process may run on."""
-    return len(os.sched_getaffinity(0))
+    """The processors this process may use: by its affinity and the time its cgroups grant."""
+    return processors().usable
 
 
 def check_threads(threads):
