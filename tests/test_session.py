@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import sparseflow
+from sparseflow import decoder
 from sparseflow.errors import CapacityError, OptionError, SparseFlowError
 from sparseflow.kernels.attention import PAGE_POSITIONS
 from sparseflow.state import KVCache, state_bytes
@@ -111,7 +112,7 @@ def test_closed_and_broken_sessions_say_so(model: sparseflow.Model, monkeypatch:
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(layer.mlp, "gate", interrupted)
+    monkeypatch.setattr(layer, "post_attention_layernorm", interrupted)
     with pytest.raises(KeyboardInterrupt):
         broken.forward([1])
     monkeypatch.undo()
@@ -124,8 +125,7 @@ def test_closed_and_broken_sessions_say_so(model: sparseflow.Model, monkeypatch:
 def test_an_error_while_experts_are_leased_releases_them(
     model: sparseflow.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mlp = model.decoder.layers[0].mlp
-    monkeypatch.setattr(mlp, "_shared", lambda x: 1 / 0)
+    monkeypatch.setattr(decoder, "compute_together", lambda *arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model.session().forward([1, 2])
     assert model.leases.pinned == 0
