@@ -90,7 +90,7 @@ def _between(before: dict[str, int | None], after: dict[str, int | None]) -> dic
 def main() -> None:
     """The process: reads a Run, prints what was measured."""
     line = sys.stdin.buffer.readline()
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=leave_with_parent, daemon=True).start()
     try:
         answer = measure(Run(**json.loads(line)))
     except SparseFlowError as error:
@@ -100,7 +100,8 @@ def main() -> None:
     print(json.dumps(answer), flush=True)
 
 
-def _leave_with_parent() -> None:
+def leave_with_parent() -> None:
+    """Ends this process when its standard input does."""
     while os.read(0, 1):
         pass
     os._exit(1)

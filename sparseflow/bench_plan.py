@@ -66,8 +66,8 @@ class Cell:
 
     @property
     def mode(self) -> str:
-        """`resident`, where all experts are read before the first token, or `streaming`."""
-        return "resident" if self.cache == "resident" else "streaming"
+        """`resident`, where all experts are read before the first token, `streaming`, or `offload` for a peer."""
+        return "resident" if self.cache == "resident" else "streaming" if self.peer is None else "offload"
 
     @property
     def cold(self) -> bool:
@@ -91,7 +91,7 @@ def plan_cells(manifest: Manifest, entries: Sequence[Entry]) -> list[Cell]:
                 if cache is not None:
                     slots = _slots(footprint, cache, workload.context, entry.where)
                     size = slots * footprint.expert_bytes
-                what = cache if entry.peer is None else entry.peer.partition("=")[0]
+                what = cache or (entry.peer or "").partition("=")[0]
                 parts = [what, state, "strict" if entry.strict else None, f"({workload})" if several else None, entry.name]
                 name = " ".join(part for part in parts if part)
                 if name in cells:
@@ -131,7 +131,9 @@ def plan_workload(manifest: Manifest, entry: Entry) -> Workload:
         raise OptionError(
             f"{entry.where}: a prompt of {len(ids)} and {entry.tokens} new tokens do not fit in the model's context of {limit}"
         )
-    return Workload(tuple(ids), prompt, entry.tokens, entry.replay, None if routes is None else routes.label)
+    if routes is None or entry.peer is not None:  # another engine follows its own routers, from a prompt of that length
+        return Workload(tuple(ids), prompt, entry.tokens)
+    return Workload(tuple(ids), prompt, entry.tokens, entry.replay, routes.label)
 
 
 def schedule(cells: Iterable[Cell], repeats: int) -> list[tuple[Cell, int]]:

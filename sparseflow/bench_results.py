@@ -20,6 +20,11 @@ Measured = Mapping[str, Any]
 
 _PHASES = ("load", "prefill", "decode")
 _CACHED = ("cached_before_bytes", "cached_after_bytes", "experts_cached_before_bytes", "experts_cached_after_bytes")
+MEASURED_FIELDS = (
+    "load_s", "ttft_s", "decode_tok_s", "token_p50_s", "token_p95_s", "peak_rss_bytes", "logical_requests", "hits", "misses",
+    "evictions", "admitted_bytes", "physical_bytes", "page_cache_bytes", "read_all_admitted", *_CACHED, "token_memory_bound_s",
+    "token_disk_bound_s", "bound_fraction", "sum_bound_fraction", "ttft_bound_fraction", "tokens_match", "token_s", "ids", "phases",
+)  # fmt: skip
 _FOLDERS = re.compile(r"(?<![^\s'\"(=])/(?:[^\s/:'\"]+/)+")
 
 
@@ -28,9 +33,9 @@ def measured_fields(
 ) -> dict[str, list[Any]]:
     """The measured fields of one cell, each a list with one value per run.
 
-    reference_ids: what the generated ids are compared with.
+    reference_ids: what the generated ids are compared with. What another engine does not tell is None.
     """
-    values = [_fields(run, footprint, light, reference_ids) for run in runs]
+    values = [_fields(run, footprint, light, reference_ids) if "decode" in run else _peer_fields(run, reference_ids) for run in runs]
     return {name: [value[name] for value in values] for name in (values[0] if values else ())}
 
 
@@ -63,11 +68,27 @@ def _fields(
         "bound_fraction": _fraction(bound.overlapped_s, decode_s),
         "sum_bound_fraction": _fraction(bound.sum_s, decode_s),
         "ttft_bound_fraction": _fraction(first_bound.overlapped_s, run["ttft_s"]),
-        "tokens_match": None if reference_ids is None else run["ids"] == reference_ids,
+        "tokens_match": _match(run, reference_ids),
         "token_s": run["token_s"],
         "ids": run["ids"],
         "phases": {phase: run[phase] for phase in _PHASES},
     }
+
+
+def _peer_fields(run: Measured, reference_ids: Sequence[int] | None) -> dict[str, Any]:
+    """The same fields of another engine's run: it has no leases, and what its bound would be is not known."""
+    seconds = run["token_s"]
+    return dict.fromkeys(MEASURED_FIELDS) | {
+        **{name: run[name] for name in ("load_s", "ttft_s", "decode_tok_s", "peak_rss_bytes", "physical_bytes", "token_s", "ids")},
+        "token_p50_s": None if seconds is None else float(np.percentile(seconds, 50)),
+        "token_p95_s": None if seconds is None else float(np.percentile(seconds, 95)),
+        **{name: run[name] for name in _CACHED},
+        "tokens_match": _match(run, reference_ids),
+    }
+
+
+def _match(run: Measured, reference_ids: Sequence[int] | None) -> bool | None:
+    return None if reference_ids is None or run["ids"] is None else run["ids"] == reference_ids
 
 
 def _bound(light: SpeedOfLight, touched: int, phase: Mapping[str, Any], footprint: Footprint) -> Bound:

@@ -15,8 +15,9 @@ done. Ctrl-C ends the run that is on its way. bench/README.md describes the reco
 
 from __future__ import annotations
 
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 
 from sparseflow import page_cache
 from sparseflow.bench_cell import Run
+from sparseflow.bench_peers import Peer
 from sparseflow.bench_plan import Cell, schedule
 from sparseflow.bench_process import run_in_process
 from sparseflow.bench_results import SCHEMA, SCHEMA_VERSION, measured_fields, without_folders
@@ -55,18 +57,21 @@ class _Record:
 
 
 class Benchmark:
-    """Some cells of one model, to be run `repeats` times each with so many threads.
+    """Some cells of one model, to be run `repeats` times each with so many threads. peers: the engine of each cell that names one.
 
     Attributes:
         failures: the error of each cell whose runs failed, once `run` is done. A cell that does not fit in memory is none.
     """
 
-    def __init__(self, manifest: Manifest, cells: Sequence[Cell], repeats: int, threads: int) -> None:
+    def __init__(
+        self, manifest: Manifest, cells: Sequence[Cell], repeats: int, threads: int, peers: Mapping[str, Peer] | None = None
+    ) -> None:
         self.manifest = manifest
         self.footprint = Footprint.of(manifest)
         self.repeats = repeats
         self.threads = threads
         self.failures: list[SparseFlowError] = []
+        self._peers = peers or {}
         self._records = {cell.name: _Record(cell) for cell in cells}
         self._experts = manifest.folder / EXPERTS_FILE
         self._files = [manifest.folder / name for name in (EXPERTS_FILE, DENSE_FILE, EMBED_FILE)]
@@ -81,6 +86,26 @@ class Benchmark:
         self._light = SpeedOfLight.measure(self.manifest, self.threads)
         for record in self._records.values():
             record.not_run = self._misfit(record.cell)
+        with tempfile.TemporaryDirectory(prefix="sf-bench-") as folder:
+            for spec, peer in self._peers.items():
+                self._prepare(spec, peer, Path(folder), progress)
+            self._run_all(progress, save)
+        progress("measuring memory and disk again")
+        self._light += SpeedOfLight.measure(self.manifest, self.threads)
+        self._complete = True
+        save(self.record())
+        return self.record()
+
+    def _prepare(self, spec: str, peer: Peer, folder: Path, progress: Progress) -> None:
+        """Makes a peer ready, or says in its cells why it cannot be."""
+        try:
+            peer.prepare(folder, lambda: progress(f"making the weights ready for {peer.name}"))
+        except SparseFlowError as error:
+            for record in self._records.values():
+                if record.cell.peer == spec:
+                    record.not_run = str(error)
+
+    def _run_all(self, progress: Progress, save: Save) -> None:
         runs = schedule([record.cell for record in self._records.values() if record.not_run is None], self.repeats)
         begun = time.monotonic()
         for done, (cell, repeat) in enumerate(runs):
@@ -91,11 +116,6 @@ class Benchmark:
                 self._run_cell(record, repeat, lambda: progress(text))
                 if repeat and record.not_run is None:
                     save(self.record())
-        progress("measuring memory and disk again")
-        self._light += SpeedOfLight.measure(self.manifest, self.threads)
-        self._complete = True
-        save(self.record())
-        return self.record()
 
     @property
     def measured(self) -> bool:
@@ -136,7 +156,9 @@ class Benchmark:
         return None if message is None else without_folders(message, self.manifest.folder.parent)
 
     def _misfit(self, cell: Cell) -> str | None:
-        """Why a cell would not fit in memory."""
+        """Why a cell would not fit in memory; what a peer needs is not known."""
+        if cell.peer is not None:
+            return None
         needed = self.footprint.run_bytes(cell.cache_bytes or 0, cell.workload.context) + INTERPRETER_BYTES
         available = available_memory()
         if needed <= available:
@@ -146,22 +168,15 @@ class Benchmark:
     def _run_cell(self, record: _Record, repeat: int, progress: Callable[[], None]) -> None:
         """One run; repeat 0 warms up and is not recorded."""
         cell = record.cell
-        run = Run(
-            model=str(self.manifest.folder),
-            cache="resident" if cell.mode == "resident" else cell.cache_bytes or 0,
-            threads=self.threads,
-            strict=cell.strict,
-            prompt_ids=cell.workload.prompt_ids,
-            new_tokens=cell.workload.new_tokens,
-            replay=cell.workload.replay,
-        )
+        peer = None if cell.peer is None else self._peers[cell.peer]
+        files = self._files if peer is None else peer.files
         try:
             progress()
             if cell.cold:
-                forget(self._files)
-            before = self._cached()
-            measured = run_in_process(run, progress)
-            after = self._cached()
+                forget(files)
+            before = self._cached(files)
+            measured = self._own(cell, progress) if peer is None else peer.measure(cell.workload, self.threads, progress)
+            after = self._cached(files)
         except SparseFlowError as error:
             record.not_run = str(error)
             self.failures.append(error)
@@ -173,18 +188,32 @@ class Benchmark:
                 | {f"{name}_after_bytes": count for name, count in after.items()}
             )
 
-    def _cached(self) -> dict[str, int]:
-        """What the page cache holds of all the weights, and of the experts."""
-        return {
-            "cached": sum(page_cache.cached_bytes(path) for path in self._files),
-            "experts_cached": page_cache.cached_bytes(self._experts),
-        }
+    def _own(self, cell: Cell, progress: Callable[[], None]) -> dict[str, Any]:
+        """One run of SparseFlow."""
+        run = Run(
+            model=str(self.manifest.folder),
+            cache="resident" if cell.mode == "resident" else cell.cache_bytes or 0,
+            threads=self.threads,
+            strict=cell.strict,
+            prompt_ids=cell.workload.prompt_ids,
+            new_tokens=cell.workload.new_tokens,
+            replay=cell.workload.replay,
+        )
+        return run_in_process(run, progress)
+
+    def _cached(self, files: Sequence[Path]) -> dict[str, int | None]:
+        """What the page cache holds of all the weights, and of the experts where they are in a file of their own."""
+        cached = {path: page_cache.cached_bytes(path) for path in files}
+        return {"cached": sum(cached.values()), "experts_cached": cached.get(self._experts)}
 
     def _cell(self, record: _Record, light: SpeedOfLight) -> dict[str, Any]:
         cell, reference = record.cell, self._reference(record.cell)
+        peer = None if cell.peer is None else self._peers[cell.peer]
         return {
             "name": cell.name,
-            "mode": cell.mode,
+            "engine": "sparseflow" if peer is None else peer.name,
+            "engine_details": None if peer is None else peer.details,
+            "mode": cell.mode if peer is None else peer.mode,
             "cache": cell.cache,
             "cache_bytes": cell.cache_bytes,
             "slots": cell.slots,
@@ -201,7 +230,11 @@ class Benchmark:
 
     def _reference(self, cell: Cell) -> _Record | None:
         """Whose tokens those of a cell are compared with: the resident one of the same workload, else the first that ran."""
-        ran = [record for record in self._records.values() if record.runs and record.cell.workload == cell.workload]
+        ran = [
+            record
+            for record in self._records.values()
+            if record.runs and record.cell.workload == cell.workload and record.cell.peer is None
+        ]
         return min(ran, key=lambda record: record.cell.mode != "resident", default=None)
 
 

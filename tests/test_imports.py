@@ -15,8 +15,8 @@ errors sizes config quantize tiles layout packfile shards checkpoint encode jour
 extents store policy slots leases kernels.isa kernels.threads kernels.linear kernels.norms kernels.experts kernels.deltanet kernels.attention
 kernels.bandwidth page_cache
 weights state rotary replay decoder trace evidence session memory footprint tokenizer messages chat sampling generate conversation model
-memory_speed disk_speed speed_of_light machine bench_matrix bench_cell bench_process bench_prompt bench_plan bench_results benchmark bench_file
-cli.options cli.progress cli.pack cli.run cli.chat cli.inspect cli.bench_table cli.bench cli.main
+memory_speed disk_speed speed_of_light machine bench_matrix bench_prompt bench_plan bench_cell bench_process bench_transformers bench_peers bench_results benchmark bench_file bench_compare
+cli.options cli.progress cli.pack cli.run cli.chat cli.inspect cli.bench_table cli.compare cli.bench cli.main
 """.split()
 ALLOWED_OUTSIDE = {"numpy", "click", "safetensors", "tokenizers", "jinja2"}
 SHARED_FIRST_LINE = (

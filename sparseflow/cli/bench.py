@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import click
 
 from sparseflow.bench_file import RESULTS_FILE, check_writable, write_results
 from sparseflow.bench_matrix import NEW_TOKENS, PUBLISHED_CACHES, QUICK_TOKENS, REPEATS, STATES, Entry, Matrix, quick_caches, read_matrix
+from sparseflow.bench_peers import make_peer
 from sparseflow.bench_plan import PROMPT_TOKENS, plan_cells
 from sparseflow.benchmark import Benchmark
 from sparseflow.cli.bench_table import as_text
+from sparseflow.cli.compare import compare_command
 from sparseflow.cli.options import EXIT_STATUSES, SparseFlowCommand, report_error
 from sparseflow.cli.progress import ProgressLine
 from sparseflow.errors import CapacityError, OptionError
@@ -24,7 +27,17 @@ from sparseflow.model import model_folder
 from sparseflow.packfile import Manifest, read_manifest
 
 
-@click.command(cls=SparseFlowCommand, epilog=EXIT_STATUSES)
+class _BenchCommand(SparseFlowCommand):
+    """Measures, unless the first argument is `compare`."""
+
+    def main(self, args: Any = None, prog_name: Any = None, *rest: Any, **extra: Any) -> Any:
+        given = list(sys.argv[1:] if args is None else args)
+        if given[:1] == ["compare"]:
+            return compare_command.main(given[1:], f"{prog_name or 'sf-bench'} compare", *rest, **extra)
+        return super().main(given, prog_name, *rest, **extra)
+
+
+@click.command(cls=_BenchCommand, epilog=EXIT_STATUSES)
 @click.argument("model")
 @click.option("--matrix", "matrix_file", metavar="FILE", help="Measure the cells that a JSON file lists; see bench/README.md.")
 @click.option("--quick", is_flag=True, help=f"A small matrix: two caches, {QUICK_TOKENS} tokens; the demo takes under a minute.")
@@ -34,6 +47,9 @@ from sparseflow.packfile import Manifest, read_manifest
 @click.option("--cold", is_flag=True, help="Drop the model from the page cache before each run.")
 @click.option("--strict", is_flag=True, help="Also keep evicted experts out of the page cache.")
 @click.option("--replay", metavar="FILE.npz:NAME", help="Follow recorded routes instead of the model's own.")
+@click.option("--peer", "peers", multiple=True, metavar="NAME=WHERE",
+              help="Also measure another engine on the same weights: llama.cpp=LLAMA-BENCH, or transformers=CHECKPOINT"
+              " (for the demo 'transformers' alone), which leaves its layers on the disk. Needs the extra [peers].")
 @click.option("--prompt-tokens", type=click.IntRange(min=1), metavar="N",
               help=f"Length of the prompt.  [default: {PROMPT_TOKENS}, or that of the replay]")
 @click.option("--tokens", type=click.IntRange(min=2), metavar="N", help=f"Tokens to generate.  [default: {NEW_TOKENS}]")
@@ -42,15 +58,15 @@ from sparseflow.packfile import Manifest, read_manifest
 @click.option("--out", type=click.Path(file_okay=False), metavar="DIR", help=f"Write DIR/{RESULTS_FILE}, anew after each run.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON instead of a table.")
 def main(model: str, matrix_file: str | None, quick: bool, caches: tuple[str, ...], cold: bool, strict: bool, replay: str | None,
-         prompt_tokens: int | None, tokens: int | None, repeats: int | None, threads: int | None, out: str | None,
-         as_json: bool) -> None:
+         peers: tuple[str, ...], prompt_tokens: int | None, tokens: int | None, repeats: int | None, threads: int | None,
+         out: str | None, as_json: bool) -> None:
     """Measure MODEL: time to first token, tokens per second, memory, cache hits, bytes read from the disk, and how close all that
     comes to what this machine's memory and disk allow.
 
     A cell is one setting. Each cell runs --repeats times, in turn with the others, each time in a fresh process. Cold cells start
     with nothing of the model in the page cache; warm ones after a run that is not measured. With --cache all cells are warm, with
     --cold all are cold; without either, each default cache is measured both ways. The table shows medians, and the range where it
-    matters. Sampling is greedy.
+    matters. Sampling is greedy. 'sf-bench compare A.json B.json' says which differences of two results exceed the noise.
 
     \b
     Examples:
@@ -59,27 +75,30 @@ def main(model: str, matrix_file: str | None, quick: bool, caches: tuple[str, ..
       sf-bench qwen-packed --cache 1GiB --cache 4GiB --strict --repeats 3
       sf-bench synthetic --cache 4GiB --strict --replay qwen36_routes.npz:core_w8a8
       sf-bench qwen-packed --matrix matrix.json --out results
+      sf-bench demo --quick --peer transformers --peer llama.cpp=build/bin/llama-bench
     """
     manifest = read_manifest(model_folder(model))
     isa.active()  # an unusable SPARSEFLOW_ISA is told at once
     if out is not None:
         check_writable(out)
     cell_options = {"--quick": quick, "--cache": caches, "--cold": cold, "--strict": strict, "--replay": replay,
-                    "--prompt-tokens": prompt_tokens, "--tokens": tokens}
+                    "--peer": peers, "--prompt-tokens": prompt_tokens, "--tokens": tokens}
     if matrix_file is not None:
         for name, value in cell_options.items():
             if value:
                 raise OptionError(f"{name} does not go with --matrix: say it in {matrix_file}")
         matrix = read_matrix(matrix_file)
     else:
-        matrix = matrix_of_options(manifest, quick, caches, cold, strict, replay, prompt_tokens, tokens)
+        matrix = matrix_of_options(manifest, quick, caches, cold, strict, replay, peers, prompt_tokens, tokens)
+    threads = check_threads(matrix.threads if threads is None else threads)
     cells = plan_cells(manifest, matrix.entries)
-    benchmark = Benchmark(manifest, cells, repeats or matrix.repeats, check_threads(matrix.threads if threads is None else threads))
+    ready = {entry.peer: make_peer(entry.peer, manifest, model == "demo") for entry in matrix.entries if entry.peer is not None}
+    benchmark = Benchmark(manifest, cells, repeats or matrix.repeats, threads, ready)
     measure(benchmark, None if out is None else Path(out), as_json)
 
 
 def matrix_of_options(manifest: Manifest, quick: bool, caches: tuple[str, ...], cold: bool, strict: bool, replay: str | None,
-                      prompt_tokens: int | None, tokens: int | None) -> Matrix:
+                      peers: tuple[str, ...], prompt_tokens: int | None, tokens: int | None) -> Matrix:
     """The matrix that the options stand for. Raises OptionError for those that do not go together."""
     if quick and caches:
         raise OptionError("--quick does not go with --cache: it chooses the caches")
@@ -91,7 +110,7 @@ def matrix_of_options(manifest: Manifest, quick: bool, caches: tuple[str, ...], 
         caches = quick_caches(footprint.all_experts_bytes, footprint.smallest_cache_bytes)
     new_tokens = tokens or (QUICK_TOKENS if quick else NEW_TOKENS)
     entry = Entry("the options", caches or PUBLISHED_CACHES, states, strict, None, prompt_tokens, new_tokens, replay)
-    return Matrix((entry,))
+    return Matrix((entry, *(replace(entry, caches=(), strict=False, peer=peer) for peer in peers)))
 
 
 def measure(benchmark: Benchmark, out: Path | None, as_json: bool) -> None:

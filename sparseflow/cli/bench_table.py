@@ -42,7 +42,7 @@ def _notes(cell: dict[str, Any]) -> list[str]:
     notes = []
     if cell["not_run"] is not None:
         notes.append(f"{cell['name']}: {'stopped' if cell.get('ids') else 'not run'}, {cell['not_run']}")
-    if not all(cell.get("tokens_match", [])):
+    if False in cell.get("tokens_match", []):
         notes.append(f"{cell['name']}: its tokens differ from those of {cell['tokens_match_with']}")
     if cell["state"] == "cold" and False in cell.get("read_all_admitted", []):
         short = cell["read_all_admitted"].count(False)
@@ -71,6 +71,20 @@ def table_row(cell: dict[str, Any], expert_bytes: int) -> tuple[str, ...]:
     """One cell: medians over its runs. Hits, missed, read and bounds are those of decode; page cache is of the whole run."""
     if not cell.get("ids"):
         return (cell["name"], *["-"] * (len(_HEADINGS) - 1))
+    return (
+        cell["name"],
+        middle(cell["load_s"], "{:.2f}"),
+        spread(cell["ttft_s"], "{:.2f}"),
+        spread(cell["decode_tok_s"], "{:.2f}"),
+        middle(cell["token_p50_s"], "{:.0f}", 1000),
+        middle(cell["token_p95_s"], "{:.0f}", 1000),
+        middle_bytes(cell["peak_rss_bytes"]),
+        *(["n/a"] * 6 if None in cell["phases"] else _leases(cell, expert_bytes)),
+    )
+
+
+def _leases(cell: dict[str, Any], expert_bytes: int) -> tuple[str, ...]:
+    """The columns that only an engine with a lease table has."""
     steps = cell["new_tokens"] - 1
     decode = [phases["decode"] for phases in cell["phases"]]
     bounds = [
@@ -78,34 +92,27 @@ def table_row(cell: dict[str, Any], expert_bytes: int) -> tuple[str, ...]:
         for memory, disk in zip(cell["token_memory_bound_s"], cell["token_disk_bound_s"], strict=True)
     ]
     return (
-        cell["name"],
-        middle(cell["load_s"], "{:.2f}"),
-        spread(cell["ttft_s"], "{:.2f}"),
-        spread(cell["decode_tok_s"], "{:.2f}"),
-        middle([1000 * seconds for seconds in cell["token_p50_s"]], "{:.0f}"),
-        middle([1000 * seconds for seconds in cell["token_p95_s"]], "{:.0f}"),
-        middle_bytes(cell["peak_rss_bytes"]),
-        middle([100 * phase["hits"] / phase["requests"] for phase in decode], "{:.1f} %"),
+        middle([phase["hits"] / phase["requests"] for phase in decode], "{:.1f} %", 100),
         middle_bytes([phase["misses"] * expert_bytes / steps for phase in decode]),
         middle_bytes([None if phase["physical_bytes"] is None else phase["physical_bytes"] / steps for phase in decode]),
-        middle(shares(cell), "{:.0f} %"),
+        middle(shares(cell), "{:.0f} %", 100),
         middle(bounds, "{:.2f}"),
-        middle([None if fraction is None else 100 * fraction for fraction in cell["bound_fraction"]], "{:.0f} %"),
+        middle(cell["bound_fraction"], "{:.0f} %", 100),
     )
 
 
 def shares(cell: dict[str, Any]) -> list[float | None]:
-    """How much of the admitted bytes came from the page cache, in percent, of each run."""
+    """How much of the admitted bytes came from the page cache in each run."""
     return [
-        None if served is None or not admitted else 100 * served / admitted
+        None if served is None or not admitted else served / admitted
         for served, admitted in zip(cell["page_cache_bytes"], cell["admitted_bytes"], strict=True)
     ]
 
 
-def middle(values: Sequence[float | None], form: str) -> str:
-    """The median; n/a when the system did not tell a value."""
+def middle(values: Sequence[float | None], form: str, factor: float = 1) -> str:
+    """The median, times a factor; n/a when the system or the engine did not tell a value."""
     known = [value for value in values if value is not None]
-    return form.format(statistics.median(known)) if len(known) == len(values) else "n/a"
+    return form.format(factor * statistics.median(known)) if len(known) == len(values) else "n/a"
 
 
 def middle_bytes(values: Sequence[float | None]) -> str:
