@@ -18,6 +18,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -86,9 +87,11 @@ class Benchmark:
         self._light = SpeedOfLight.measure(self.manifest, self.threads)
         for record in self._records.values():
             record.not_run = self._misfit(record.cell)
-        with tempfile.TemporaryDirectory(prefix="sf-bench-") as folder:
-            for spec, peer in self._peers.items():
-                self._prepare(spec, peer, Path(folder), progress)
+        with ExitStack() as until_all_ran:
+            if self._peers:
+                folder = until_all_ran.enter_context(tempfile.TemporaryDirectory(prefix="sf-bench-"))
+                for spec, peer in self._peers.items():
+                    self._prepare(spec, peer, Path(folder), progress)
             self._run_all(progress, save)
         progress("measuring memory and disk again")
         self._light += SpeedOfLight.measure(self.manifest, self.threads)

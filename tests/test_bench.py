@@ -20,7 +20,7 @@ from expert_store import disk_path  # noqa: F401
 
 import sparseflow
 from sparseflow import bench_process, benchmark, machine, memory_speed
-from sparseflow.bench_file import write_results
+from sparseflow.bench_file import CELL_FIELDS, read_results, write_results
 from sparseflow.bench_plan import Cell, Workload, schedule
 from sparseflow.bench_prompt import bench_prompt
 from sparseflow.bench_results import measured_fields, without_folders
@@ -65,10 +65,7 @@ MEASURED = {
     "ids": list,
     "phases": dict,
 }
-IDENTITY = {
-    "name", "mode", "cache", "cache_bytes", "slots", "state", "strict", "prompt", "prompt_tokens", "new_tokens", "replayed", "not_run",
-    "tokens_match_with",
-}  # fmt: skip
+IDENTITY = set(CELL_FIELDS)
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +113,8 @@ def test_two_caches_twice(demo: Path, tmp_path: Path) -> None:
     result = bench(demo, "--cache", "1MiB", "--cache", "resident", "--repeats", 2, "--prompt-tokens", 9, "--out", tmp_path / "new" / "out")
     assert result.exit_code == 0, result.output
     assert os.listdir(tmp_path / "new" / "out") == ["results.json"]
-    results = json.loads((tmp_path / "new" / "out" / "results.json").read_text())
+    results = read_results(tmp_path / "new" / "out" / "results.json")
+    assert str(demo.parent) not in json.dumps(results)  # where a file lies concerns nobody else
     check_schema(results, repeats=2)
     streaming, resident = results["cells"]
     for cell in (streaming, resident):
@@ -321,13 +319,13 @@ def test_what_was_measured_until_ctrl_c_is_kept(packed_demo: Path, tmp_path: Pat
     assert results["cells"][0].keys() == IDENTITY | MEASURED.keys() and len(results["cells"][0]["ttft_s"]) >= 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_behind(packed_demo: Path, tmp_path: Path, number: int) -> None:
     process = start(packed_demo, tmp_path / "out")
     (child,) = children(process.pid)
     process.send_signal(number)
     stdout, stderr = process.communicate(timeout=30)
-    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[signal.Signals(number)]
     assert stdout == "" and "Traceback" not in stderr
     assert gone(child)
     assert not (tmp_path / "out").exists()

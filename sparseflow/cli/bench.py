@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -121,6 +122,8 @@ def measure(benchmark: Benchmark, out: Path | None, as_json: bool) -> None:
         if out is not None:
             write_results(record, out)
 
+    # Being told to end leaves no more behind than Ctrl-C does: an export for a peer can be as large as the model.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         record = benchmark.run(progress, save)
     except KeyboardInterrupt:
@@ -130,6 +133,7 @@ def measure(benchmark: Benchmark, out: Path | None, as_json: bool) -> None:
             report_error("stopped before all was measured" + ("" if out is None else f"; {out / RESULTS_FILE} holds what was"))
         raise
     finally:
+        signal.signal(signal.SIGTERM, before)
         progress.finish()
     show(record, as_json)
     if benchmark.failures:
