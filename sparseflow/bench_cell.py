@@ -7,7 +7,7 @@ experts. `ttft_s` is the forward of the prompt and the choice of the first token
 Outside: starting Python and importing, reading the prompt, text (none is made). Tokens are chosen greedily and none ends the
 text, so that every run computes the same. The session keeps no trace.
 
-What is asked of the lease table and read from the disk is told apart for load, prefill and decode. An error is told as JSON
+What the lease table counts and the disk reads is told apart for load, prefill and decode. An error is told as JSON
 too, {"error", "exit_status"}. The process ends when its standard input does: it does not outlive who measures.
 """
 
@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +30,6 @@ from sparseflow.evidence import disk_bytes_read, peak_rss_bytes
 from sparseflow.model import Model
 from sparseflow.replay import RouteReplay
 
-_COUNTERS = ("requests", "hits", "misses", "evictions", "admitted_bytes")
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -40,7 +39,7 @@ class Run:
     cache: str | int
     threads: int
     strict: bool
-    prompt_ids: list[int]
+    prompt_ids: Sequence[int]
     new_tokens: int
     replay: str | None = None
 
@@ -53,9 +52,9 @@ def measure(run: Run) -> dict[str, Any]:
     context = len(run.prompt_ids) + run.new_tokens
     with sparseflow.load(run.model, cache=run.cache, threads=run.threads, strict=run.strict, context=context) as model:
         load_s = time.perf_counter() - started
-        marks = [dict.fromkeys(_COUNTERS, 0) | {"physical_bytes": read_before}, _mark(model)]
+        marks = [dict.fromkeys(model.leases.counters(), 0) | {"physical_bytes": read_before}, _mark(model)]
         session = model.session(trace=False, replay=replay)
-        ids = run.prompt_ids
+        ids: Sequence[int] = run.prompt_ids
         generated: list[int] = []
         seconds: list[float] = []
         while len(generated) < run.new_tokens:
@@ -78,8 +77,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def _mark(model: Model) -> dict[str, int | None]:
-    counters = model.leases.counters()
-    return {name: counters[name] for name in _COUNTERS} | {"physical_bytes": disk_bytes_read()}
+    return {**model.leases.counters(), "physical_bytes": disk_bytes_read()}
 
 
 def _between(before: dict[str, int | None], after: dict[str, int | None]) -> dict[str, int | None]:
@@ -92,7 +90,7 @@ def _between(before: dict[str, int | None], after: dict[str, int | None]) -> dic
 def main() -> None:
     """The process: reads a Run, prints what was measured."""
     line = sys.stdin.buffer.readline()
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=leave_with_parent, daemon=True).start()
     try:
         answer = measure(Run(**json.loads(line)))
     except SparseFlowError as error:
@@ -102,7 +100,8 @@ def main() -> None:
     print(json.dumps(answer), flush=True)
 
 
-def _leave_with_parent() -> None:
+def leave_with_parent() -> None:
+    """Ends this process when its standard input does."""
     while os.read(0, 1):
         pass
     os._exit(1)

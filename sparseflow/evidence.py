@@ -28,18 +28,18 @@ def disk_bytes_read() -> int | None:
         return None
 
 
-def peak_rss_bytes() -> int | None:
-    """The largest resident set of this process so far (VmHWM); None where the system does not tell."""
-    return _kibibytes("VmHWM")
+def peak_rss_bytes(pid: int | None = None) -> int | None:
+    """The largest resident set so far (VmHWM) of this process, or of another; None where the system does not tell."""
+    return _kibibytes(_PROCESS if pid is None else _PROCESS.parent / str(pid), "VmHWM")
 
 
 def rss_bytes() -> int | None:
     """The resident set of this process now (VmRSS); None where the system does not tell."""
-    return _kibibytes("VmRSS")
+    return _kibibytes(_PROCESS, "VmRSS")
 
 
-def _kibibytes(name: str) -> int | None:
-    count = _field(_PROCESS / "status", name)
+def _kibibytes(process: Path, name: str) -> int | None:
+    count = _field(process / "status", name)
     return None if count is None else count * 1024
 
 

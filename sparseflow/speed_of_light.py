@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,11 +77,19 @@ class SpeedOfLight:
         return Bound(touched_bytes / self.memory_bytes_per_second, disk_s)
 
     def to_json(self) -> dict[str, Any]:
-        """All measurements, and the two figures that bounds are made of."""
+        """All measurements, the two figures that bounds are made of, and how much later ones differ from the first, as a share."""
         return {
             "memory_bytes_per_second": self.memory_bytes_per_second,
             "disk_bytes_per_second": self.disk_bytes_per_second,
             "memory": [speed.to_json() for speed in self.memory],
             "disk": [speed.to_json() for speed in self.disk],
             "disk_error": self.disk_error,
+            "drift": {
+                "memory": _change([speed.best for speed in self.memory]),
+                "disk": _change([speed.bytes_per_second for speed in self.disk]),
+            },
         }
+
+
+def _change(speeds: Sequence[float]) -> float | None:
+    return speeds[-1] / speeds[0] - 1 if len(speeds) > 1 else None

@@ -20,9 +20,13 @@ from expert_store import disk_path  # noqa: F401
 
 import sparseflow
 from sparseflow import bench_process, benchmark, machine, memory_speed
+from sparseflow.bench_file import CELL_FIELDS, read_results, write_results
+from sparseflow.bench_plan import Cell, Workload, schedule
 from sparseflow.bench_prompt import bench_prompt
-from sparseflow.bench_results import measured_fields
-from sparseflow.cli.bench import ProgressLine, as_text, main, table, write_results
+from sparseflow.bench_results import measured_fields, without_folders
+from sparseflow.cli.bench import main
+from sparseflow.cli.bench_table import as_text, table
+from sparseflow.cli.progress import ProgressLine
 from sparseflow.disk_speed import DiskSpeed
 from sparseflow.errors import StorageError
 from sparseflow.footprint import Footprint
@@ -45,6 +49,10 @@ MEASURED = {
     "evictions": int,
     "admitted_bytes": int,
     "physical_bytes": int,
+    "page_cache_bytes": int,
+    "read_all_admitted": bool,
+    "cached_before_bytes": int,
+    "cached_after_bytes": int,
     "experts_cached_before_bytes": int,
     "experts_cached_after_bytes": int,
     "token_memory_bound_s": float,
@@ -57,7 +65,7 @@ MEASURED = {
     "ids": list,
     "phases": dict,
 }
-IDENTITY = {"name", "mode", "cache", "cache_bytes", "slots", "state", "strict", "replayed", "not_run", "tokens_match_with"}
+IDENTITY = set(CELL_FIELDS)
 
 
 @pytest.fixture(autouse=True)
@@ -86,8 +94,9 @@ def told(result: Result) -> str:
 
 def check_schema(results: dict[str, Any], repeats: int) -> None:
     """What bench/README.md promises of results.json."""
-    assert (results["schema"], results["schema_version"]) == ("sparseflow-bench", 1)
-    for part in ("machine", "versions", "bandwidths", "model", "workload"):
+    assert (results["schema"], results["schema_version"], results["complete"]) == ("sparseflow-bench", 2, True)
+    assert results["repeats"] == repeats
+    for part in ("machine", "versions", "bandwidths", "model", "threads"):
         assert results[part]
     for cell in results["cells"]:
         assert IDENTITY <= cell.keys()
@@ -104,12 +113,12 @@ def test_two_caches_twice(demo: Path, tmp_path: Path) -> None:
     result = bench(demo, "--cache", "1MiB", "--cache", "resident", "--repeats", 2, "--prompt-tokens", 9, "--out", tmp_path / "new" / "out")
     assert result.exit_code == 0, result.output
     assert os.listdir(tmp_path / "new" / "out") == ["results.json"]
-    results = json.loads((tmp_path / "new" / "out" / "results.json").read_text())
+    results = read_results(tmp_path / "new" / "out" / "results.json")
+    assert str(demo.parent) not in json.dumps(results)  # where a file lies concerns nobody else
     check_schema(results, repeats=2)
-    assert results["workload"] == {
-        "prompt": "text", "prompt_tokens": 9, "new_tokens": 4, "replayed": None, "threads": 1, "repeats": 2,
-    }
     streaming, resident = results["cells"]
+    for cell in (streaming, resident):
+        assert [cell[name] for name in ("prompt", "prompt_tokens", "new_tokens", "replayed")] == ["text", 9, 4, None]
     assert [cell["name"] for cell in results["cells"]] == ["1MiB warm", "resident warm"]
     assert (streaming["mode"], resident["mode"]) == ("streaming", "resident")
     assert streaming["cache_bytes"] <= 1 << 20 < resident["cache_bytes"]
@@ -163,17 +172,16 @@ def test_a_replay_is_told_everywhere(demo: Path, tmp_path: Path) -> None:
     spec = f"{tmp_path / 'routes.npz'}:a"
     result = bench(demo, "--cache", "1MiB", "--replay", spec, "--repeats", 1, "--out", tmp_path, tokens=5)
     assert result.exit_code == 0, result.output
-    assert "; routes replayed from routes.npz:a" in result.stdout
+    assert ", routes replayed from routes.npz:a;" in result.stdout
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results["workload"]["replayed"] == results["cells"][0]["replayed"] == "routes.npz:a"
-    assert results["workload"]["prompt_tokens"] == 8
+    assert (results["cells"][0]["replayed"], results["cells"][0]["prompt_tokens"]) == ("routes.npz:a", 8)
     distinct = sum(len(np.unique(routes[:8, layer])) for layer in range(geometry.num_hidden_layers))
     assert results["cells"][0]["phases"][0]["prefill"]["requests"] == distinct
     assert results["cells"][0]["logical_requests"] == [distinct + routes[8:].size]
 
     for options, message in [
         (["--tokens", 6], "replay routes.npz:a is over after 5 new tokens"),
-        (["--prompt-tokens", 8], "--prompt-tokens does not go with --replay: the recorded prompt has 8 tokens"),
+        (["--prompt-tokens", 8], "--prompt-tokens does not go with --replay"),
     ]:
         result = bench(demo, "--replay", spec, *options, tokens=5)
         assert result.exit_code == 2 and message in told(result)
@@ -186,7 +194,9 @@ def test_a_replay_is_told_everywhere(demo: Path, tmp_path: Path) -> None:
     ("options", "status", "message"),
     [
         (["--cache", "4Gib!"], 2, "is not a size"),
-        (["--cache", "1MiB", "--cache", "1MiB"], 2, "cache 1MiB is given twice"),
+        (["--cache", "1MiB", "--cache", "1MiB"], 2, "1MiB warm is given twice"),
+        (["--quick", "--cache", "1MiB"], 2, "--quick does not go with --cache"),
+        (["--matrix", "absent.json"], 2, "--tokens does not go with --matrix"),
         (["--cache", "1KiB"], 5, "is too small"),
         (["--tokens", "1"], 2, "--tokens"),
         (["--repeats", "0"], 2, "--repeats"),
@@ -264,9 +274,10 @@ def test_a_model_in_use_cannot_be_cold(demo: Path, monkeypatch: pytest.MonkeyPat
 # --- what is left behind ---
 
 
-def start(model: Path, out: Path) -> subprocess.Popen[str]:
+def start(model: Path, out: Path, tokens: int = 4000, repeats: int = 5) -> subprocess.Popen[str]:
     """A benchmark that takes long, in a process group of its own; returns once a run is on its way."""
-    command = [*PROGRAM, str(model), "--threads", "1", "--tokens", "4000", "--cache", "1MiB", "--out", str(out)]
+    options = ["--threads", "1", "--tokens", str(tokens), "--repeats", str(repeats), "--cache", "1MiB", "--out", str(out)]
+    command = [*PROGRAM, str(model), *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     while not children(process.pid):
         assert process.poll() is None
@@ -293,13 +304,29 @@ def gone(pid: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_what_was_measured_until_ctrl_c_is_kept(packed_demo: Path, tmp_path: Path) -> None:
+    process = start(packed_demo, tmp_path, tokens=30, repeats=10000)
+    while not (tmp_path / "results.json").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "incomplete: stopped before all was measured" in stdout
+    assert stderr.rstrip().endswith(f"error: stopped before all was measured; {tmp_path / 'results.json'} holds what was")
+    assert os.listdir(tmp_path) == ["results.json"]
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["complete"] is False
+    assert results["cells"][0].keys() == IDENTITY | MEASURED.keys() and len(results["cells"][0]["ttft_s"]) >= 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_behind(packed_demo: Path, tmp_path: Path, number: int) -> None:
     process = start(packed_demo, tmp_path / "out")
     (child,) = children(process.pid)
     process.send_signal(number)
     stdout, stderr = process.communicate(timeout=30)
-    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[signal.Signals(number)]
     assert stdout == "" and "Traceback" not in stderr
     assert gone(child)
     assert not (tmp_path / "out").exists()
@@ -323,12 +350,13 @@ def test_fields_follow_from_what_was_measured(packed_demo: Path) -> None:
     run = {
         "load_s": 0.5, "ttft_s": 2.0, "token_s": [0.5, 1.0, 1.5], "peak_rss_bytes": 7, "ids": [1, 2, 3, 4],
         "load": dict.fromkeys(counts, 0), "prefill": counts, "decode": counts | {"physical_bytes": 3 * stride},
-        "experts_cached_before_bytes": 0, "experts_cached_after_bytes": 0,
+        "cached_before_bytes": 0, "cached_after_bytes": 0, "experts_cached_before_bytes": 0, "experts_cached_after_bytes": 0,
     }  # fmt: skip
     fields = {name: values[0] for name, values in measured_fields([run], footprint, light, [1, 2, 3, 4]).items()}
     assert (fields["decode_tok_s"], fields["token_p50_s"], fields["token_p95_s"]) == (1.0, 1.0, pytest.approx(1.45))
     assert (fields["logical_requests"], fields["hits"], fields["misses"], fields["evictions"]) == (20, 8, 12, 2)
     assert (fields["admitted_bytes"], fields["physical_bytes"]) == (12 * stride, 11 * stride)
+    assert (fields["page_cache_bytes"], fields["read_all_admitted"]) == (3 * stride, False)  # 2 read in vain for the prompt help not
     memory_s, disk_s = footprint.bytes_per_token / 1e9, stride / 1e6  # the disk: of 6 missed, the page cache served 3
     assert (fields["token_memory_bound_s"], fields["token_disk_bound_s"]) == pytest.approx((memory_s, disk_s))
     assert fields["bound_fraction"] == pytest.approx(max(memory_s, disk_s) / 1.0)
@@ -340,7 +368,35 @@ def test_fields_follow_from_what_was_measured(packed_demo: Path) -> None:
     unknown = {**run, "decode": counts | {"physical_bytes": None}}
     fields = {name: values[0] for name, values in measured_fields([unknown], footprint, light, [1]).items()}
     assert (fields["physical_bytes"], fields["tokens_match"]) == (None, False)
+    assert (fields["page_cache_bytes"], fields["read_all_admitted"]) == (None, None)
     assert fields["token_disk_bound_s"] == pytest.approx(2 * stride / 1e6)
+
+
+def cell(name: str, state: str, *, strict: bool = False, peer: str | None = None) -> Cell:
+    return Cell(name, "1MiB", 1 << 20, 10, state, strict, Workload((1,), "text", 2), peer)
+
+
+def test_runs_are_interleaved_and_warm_up_when_they_have_to() -> None:
+    def order(*cells: Cell) -> str:
+        return " ".join(f"{cell.name}{repeat or '-'}" for cell, repeat in schedule(cells, 3))
+
+    assert order(cell("a", "warm"), cell("b", "warm")) == "a- a1 b- b1 b2 a2 a3 b3"
+    assert order(cell("a", "cold"), cell("b", "cold")) == "a1 b1 b2 a2 a3 b3"
+    assert order(cell("c", "cold"), cell("a", "warm")) == "a- a1 c1 c2 a- a2 a3 c3"  # cold runs drop what warm ones left
+    assert order(cell("a", "warm"), cell("s", "warm", strict=True)) == "a- a1 s- s1 s2 a- a2 a3 s3"
+    assert order(cell("a", "warm"), cell("p", "warm", peer="x")) == "a- a1 p- p1 p2 a- a2 a3 p- p3"
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("/a b/model: no room", "model: no room"),
+        ("(/usr/lib/x.so), '/tmp/y/z' and =/c/d", "(x.so), 'z' and =d"),
+        ("1/2 of 3 GB/s, and / too", "1/2 of 3 GB/s, and / too"),
+    ],
+)
+def test_no_folder_of_the_machine_is_told(message: str, told: str) -> None:
+    assert without_folders(message, Path("/a b")) == told
 
 
 def test_the_prompt(packed_demo: Path, tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ extents store policy readers slots leases kernels.linear kernels.norms kernels.e
 kernels.bandwidth page_cache
 weights state rotary replay prefetch decoder evidence trace session route_simulation route_evidence tokenizer memory activations footprint checks
 messages chat sampling generate conversation model
-memory_speed disk_speed speed_of_light filesystem expectation doctor machine bench_cell bench_process bench_prompt bench_results benchmark
+memory_speed disk_speed speed_of_light filesystem expectation doctor machine bench_matrix bench_prompt bench_plan bench_cell bench_process bench_transformers bench_peers bench_results benchmark bench_file bench_compare
 report.results report.charts report.bench_charts report.route_data report.page
-cli.options cli.pack cli.run cli.chat cli.inspect cli.doctor cli.bench cli.route cli.report cli.main
+cli.options cli.progress cli.pack cli.run cli.chat cli.inspect cli.doctor cli.bench_table cli.compare cli.bench cli.route cli.report cli.main
 """.split()
 ALLOWED_OUTSIDE = {"numpy", "click", "safetensors", "tokenizers", "jinja2"}
 SHARED_FIRST_LINE = (

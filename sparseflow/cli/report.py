@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from sparseflow.cli.bench import ProgressLine
+from sparseflow.cli.progress import ProgressLine
 from sparseflow.cli.options import EXIT_STATUSES, SparseFlowCommand
 from sparseflow.errors import OptionError, StorageError
 from sparseflow.report.bench_charts import readme_picture

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from sparseflow.cli.bench import ProgressLine
+from sparseflow.cli.progress import ProgressLine
 from sparseflow.cli.options import EXIT_STATUSES, SparseFlowCommand
 from sparseflow.route_evidence import describe_route
 from sparseflow.sizes import format_bytes
