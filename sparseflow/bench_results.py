@@ -10,43 +10,45 @@ from typing import Any
 import numpy as np
 
 from sparseflow.footprint import Footprint
-from sparseflow.speed_of_light import Bound, SpeedOfLight
+from sparseflow.speed_of_light import Bound, Rates
 
 SCHEMA = "sparseflow-bench"
 SCHEMA_VERSION = 2
 
 Measured = Mapping[str, Any]
-"""What sparseflow.bench_cell measured in one run, and what the page cache held before and after."""
+"""What sparseflow.bench_cell measured in one run, what the page cache held before and after, and the `Rates` beside it."""
 
 _PHASES = ("load", "prefill", "decode")
 _CACHED = ("cached_before_bytes", "cached_after_bytes", "experts_cached_before_bytes", "experts_cached_after_bytes")
 MEASURED_FIELDS = (
     "load_s", "ttft_s", "decode_tok_s", "token_p50_s", "token_p95_s", "peak_rss_bytes", "logical_requests", "hits", "misses",
-    "evictions", "admitted_bytes", "physical_bytes", "page_cache_bytes", "read_all_admitted", *_CACHED, "token_memory_bound_s",
-    "token_disk_bound_s", "bound_fraction", "sum_bound_fraction", "ttft_bound_fraction", "tokens_match", "token_s", "ids", "phases",
+    "evictions", "admitted_bytes", "physical_bytes", "page_cache_bytes", "read_all_admitted", *_CACHED, "memory_bytes_per_second",
+    "disk_bytes_per_second", "token_memory_bound_s", "token_disk_bound_s", "bound_fraction", "sum_bound_fraction",
+    "ttft_bound_fraction", "tokens_match", "token_s", "ids", "phases",
 )  # fmt: skip
 _FOLDERS = re.compile(r"(?<![^\s'\"(=])/(?:[^\s/:'\"]+/)+")
 
 
 def measured_fields(
-    runs: Sequence[Measured], footprint: Footprint, light: SpeedOfLight, reference_ids: Sequence[int] | None
+    runs: Sequence[Measured], footprint: Footprint, reference_ids: Sequence[int] | None
 ) -> dict[str, list[Any]]:
     """The measured fields of one cell, each a list with one value per run.
 
     reference_ids: what the generated ids are compared with. What another engine does not tell is None.
     """
-    values = [_fields(run, footprint, light, reference_ids) if "decode" in run else _peer_fields(run, reference_ids) for run in runs]
+    values = [_fields(run, footprint, reference_ids) if "decode" in run else _peer_fields(run, reference_ids) for run in runs]
     return {name: [value[name] for value in values] for name in (values[0] if values else ())}
 
 
 def _fields(
-    run: Measured, footprint: Footprint, light: SpeedOfLight, reference_ids: Sequence[int] | None
+    run: Measured, footprint: Footprint, reference_ids: Sequence[int] | None
 ) -> dict[str, Any]:
     prefill, decode = run["prefill"], run["decode"]
     steps, decode_s = len(run["token_s"]), sum(run["token_s"])
-    bound = _bound(light, footprint.bytes_per_token * steps, decode, footprint)
+    rates: Rates = run["rates"]
+    bound = _bound(rates, footprint.bytes_per_token * steps, decode, footprint)
     admitted, read = (_sum([run[phase][name] for phase in _PHASES]) for name in ("admitted_bytes", "physical_bytes"))
-    first_bound = _bound(light, footprint.dense_bytes + prefill["requests"] * footprint.expert_bytes, prefill, footprint)
+    first_bound = _bound(rates, footprint.dense_bytes + prefill["requests"] * footprint.expert_bytes, prefill, footprint)
     return {
         "load_s": run["load_s"],
         "ttft_s": run["ttft_s"],
@@ -63,6 +65,8 @@ def _fields(
         "page_cache_bytes": _sum([_from_page_cache(run[phase]) for phase in _PHASES]),
         "read_all_admitted": None if admitted is None or read is None else read >= admitted,
         **{name: run[name] for name in _CACHED},
+        "memory_bytes_per_second": rates.memory,
+        "disk_bytes_per_second": rates.disk,
         "token_memory_bound_s": bound.memory_s / steps,
         "token_disk_bound_s": None if bound.disk_s is None else bound.disk_s / steps,
         "bound_fraction": _fraction(bound.overlapped_s, decode_s),
@@ -91,11 +95,11 @@ def _match(run: Measured, reference_ids: Sequence[int] | None) -> bool | None:
     return None if reference_ids is None or run["ids"] is None else run["ids"] == reference_ids
 
 
-def _bound(light: SpeedOfLight, touched: int, phase: Mapping[str, Any], footprint: Footprint) -> Bound:
+def _bound(rates: Rates, touched: int, phase: Mapping[str, Any], footprint: Footprint) -> Bound:
     """The bound of a phase. The disk had to deliver what was missed, unless the page cache served some of it; what it read
     beyond that was not needed."""
     missed, read = phase["misses"] * footprint.expert_bytes, phase["physical_bytes"]
-    return light.bound(touched, missed if read is None else min(missed, read))
+    return rates.bound(touched, missed if read is None else min(missed, read))
 
 
 def _from_page_cache(phase: Mapping[str, Any]) -> int | None:

@@ -37,7 +37,7 @@ from sparseflow.machine import describe_machine, describe_versions
 from sparseflow.memory import available_memory
 from sparseflow.packfile import DENSE_FILE, EMBED_FILE, EXPERTS_FILE, Manifest
 from sparseflow.sizes import format_bytes
-from sparseflow.speed_of_light import SpeedOfLight
+from sparseflow.speed_of_light import Rates, SpeedOfLight
 
 Progress = Callable[[str], None]
 """Told what is being done, over and over while it lasts."""
@@ -149,7 +149,7 @@ class Benchmark:
                 "num_experts_per_tok": geometry.num_experts_per_tok,
                 **self.footprint.to_json(),
             },
-            "cells": [self._cell(record, self._light) for record in self._records.values()],
+            "cells": [self._cell(record) for record in self._records.values()],
         }
 
     def _bandwidths(self, light: SpeedOfLight) -> dict[str, Any]:
@@ -176,11 +176,15 @@ class Benchmark:
         files = self._files if peer is None else peer.files
         try:
             progress()
+            own = repeat > 0 and peer is None
+            rates = Rates.measure(self.manifest, self.threads) if own else None
             if cell.cold:
                 forget(files)
             before = self._cached(files)
             measured = self._own(cell, progress) if peer is None else peer.measure(cell.workload, self.threads, progress)
             after = self._cached(files)
+            if rates is not None:
+                measured["rates"] = rates.faster(Rates.measure(self.manifest, self.threads))
         except SparseFlowError as error:
             record.not_run = str(error)
             self.failures.append(error)
@@ -210,7 +214,7 @@ class Benchmark:
         cached = {path: page_cache.cached_bytes(path) for path in files}
         return {"cached": sum(cached.values()), "experts_cached": cached.get(self._experts)}
 
-    def _cell(self, record: _Record, light: SpeedOfLight) -> dict[str, Any]:
+    def _cell(self, record: _Record) -> dict[str, Any]:
         cell, reference = record.cell, self._reference(record.cell)
         peer = None if cell.peer is None else self._peers[cell.peer]
         return {
@@ -229,7 +233,7 @@ class Benchmark:
             "replayed": cell.workload.replayed,
             "not_run": self._told(record.not_run),
             "tokens_match_with": None if reference is None else reference.cell.name,
-            **measured_fields(record.runs, self.footprint, light, None if reference is None else reference.runs[0]["ids"]),
+            **measured_fields(record.runs, self.footprint, None if reference is None else reference.runs[0]["ids"]),
         }
 
     def _reference(self, cell: Cell) -> _Record | None:

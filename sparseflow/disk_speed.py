@@ -91,6 +91,19 @@ def measure_disk(
     return DiskSpeed(store.stride, tuple(direct), tuple(admitted))
 
 
+def measure_direct(manifest: Manifest) -> float | None:
+    """Bytes per second of one pass past the page cache, which leaves what that holds alone; None where the file system refuses.
+
+    Short enough to be repeated beside every run of a benchmark: a disk may be much slower now than it was a minute ago.
+    """
+    with PackedStore(manifest.folder / EXPERTS_FILE) as store:
+        every = [(layer, expert) for layer in range(store.num_layers) for expert in range(store.num_experts)]
+        extents = random.sample(every, max(min(PASS_BYTES // store.stride, len(every)), 1))
+        begun = time.perf_counter()
+        done = _read_direct(store, extents, begun + PASS_SECONDS)
+        return done * store.stride / (time.perf_counter() - begun) if done else None
+
+
 def _offset(store: PackedStore, extent: Extent) -> int:
     layer, expert = extent
     return HEADER_BYTES + (layer * store.num_experts + expert) * store.stride

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparseflow.disk_speed import DiskSpeed, measure_disk
+from sparseflow.disk_speed import DiskSpeed, measure_direct, measure_disk
 from sparseflow.errors import StorageError
 from sparseflow.memory_speed import MemorySpeed, measure_memory
 from sparseflow.packfile import Manifest
+
+
+_BRIEF_PASSES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,28 @@ class Bound:
     def sum_s(self) -> float | None:
         """If each waits for the other."""
         return None if self.disk_s is None else self.memory_s + self.disk_s
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Bandwidths at one time, in bytes per second; disk is None where it cannot be measured."""
+
+    memory: float
+    disk: float | None
+
+    @classmethod
+    def measure(cls, manifest: Manifest, threads: int) -> Rates:
+        """A short look, in about a second, that leaves the page cache as it is."""
+        return cls(measure_memory(threads, passes=_BRIEF_PASSES).best, measure_direct(manifest))
+
+    def faster(self, other: Rates) -> Rates:
+        """The better of each."""
+        return Rates(max(self.memory, other.memory), max(self.disk or 0.0, other.disk or 0.0) or None)
+
+    def bound(self, touched_bytes: float, disk_bytes: float) -> Bound:
+        """For so many bytes of weights touched, of which the disk had to deliver some."""
+        disk_s = 0.0 if disk_bytes == 0 else None if self.disk is None else disk_bytes / self.disk
+        return Bound(touched_bytes / self.memory, disk_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +94,6 @@ class SpeedOfLight:
     def disk_bytes_per_second(self) -> float | None:
         """The best measurement; None without any."""
         return max((speed.bytes_per_second for speed in self.disk), default=None)
-
-    def bound(self, touched_bytes: float, disk_bytes: float) -> Bound:
-        """For so many bytes of weights touched, of which the disk had to deliver some."""
-        disk = self.disk_bytes_per_second
-        disk_s = 0.0 if disk_bytes == 0 else None if disk is None else disk_bytes / disk
-        return Bound(touched_bytes / self.memory_bytes_per_second, disk_s)
 
     def to_json(self) -> dict[str, Any]:
         """All measurements, the two figures that bounds are made of, and how much later ones differ from the first, as a share."""

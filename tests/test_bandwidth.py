@@ -17,7 +17,7 @@ from sparseflow.errors import StorageError
 from sparseflow.kernels.bandwidth import read_once
 from sparseflow.memory_speed import MemorySpeed, buffer_size, last_level_cache_bytes, measure_memory
 from sparseflow.packfile import EXPERTS_FILE, Manifest, read_manifest
-from sparseflow.speed_of_light import SpeedOfLight
+from sparseflow.speed_of_light import Rates, SpeedOfLight
 from sparseflow.store import PackedStore
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -143,17 +143,22 @@ def light(memory: float, disk: float | None) -> SpeedOfLight:
 
 
 def test_bounds() -> None:
-    bound = light(20e9, 2e9).bound(3e9, 1e9)
+    bound = Rates(20e9, 2e9).bound(3e9, 1e9)
     assert (bound.memory_s, bound.disk_s, bound.overlapped_s, bound.sum_s) == (0.15, 0.5, 0.5, 0.65)
-    bound = light(20e9, 2e9).bound(3e9, 0.1e9)
+    bound = Rates(20e9, 2e9).bound(3e9, 0.1e9)
     assert (bound.overlapped_s, bound.sum_s) == (0.15, pytest.approx(0.2))
 
 
 def test_without_a_disk_figure_there_is_a_bound_only_when_nothing_is_missed() -> None:
-    bound = light(20e9, None).bound(3e9, 1e9)
+    bound = Rates(20e9, None).bound(3e9, 1e9)
     assert (bound.memory_s, bound.disk_s, bound.overlapped_s, bound.sum_s) == (0.15, None, None, None)
-    bound = light(20e9, None).bound(3e9, 0)
+    bound = Rates(20e9, None).bound(3e9, 0)
     assert (bound.overlapped_s, bound.sum_s) == (0.15, 0.15)
+
+
+def test_the_faster_of_two_looks() -> None:
+    assert Rates(2.0, 3.0).faster(Rates(1.0, 4.0)) == Rates(2.0, 4.0)
+    assert Rates(2.0, None).faster(Rates(1.0, 4.0)).disk == 4.0 and Rates(2.0, None).faster(Rates(1.0, None)).disk is None
 
 
 def test_of_several_measurements_the_best_counts() -> None:

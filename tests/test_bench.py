@@ -27,12 +27,10 @@ from sparseflow.bench_results import measured_fields, without_folders
 from sparseflow.cli.bench import main
 from sparseflow.cli.bench_table import as_text, table
 from sparseflow.cli.progress import ProgressLine
-from sparseflow.disk_speed import DiskSpeed
 from sparseflow.errors import StorageError
 from sparseflow.footprint import Footprint
-from sparseflow.memory_speed import MemorySpeed
 from sparseflow.packfile import read_manifest
-from sparseflow.speed_of_light import SpeedOfLight
+from sparseflow.speed_of_light import Rates
 from sparseflow.tokenizer import Tokenizer
 
 PROGRAM = [sys.executable, "-P", "-c", "from sparseflow.cli.bench import main; main(prog_name='sf-bench')"]
@@ -56,6 +54,8 @@ MEASURED = {
     "experts_cached_before_bytes": int,
     "experts_cached_after_bytes": int,
     "token_memory_bound_s": float,
+    "memory_bytes_per_second": float,
+    "disk_bytes_per_second": float,
     "token_disk_bound_s": float,
     "bound_fraction": float,
     "sum_bound_fraction": float,
@@ -265,7 +265,8 @@ def test_an_error_of_the_run_itself(packed_demo: Path, monkeypatch: pytest.Monke
 
 def test_a_model_in_use_cannot_be_cold(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark, "_DROP_PAUSE_SECONDS", 0.0)
-    with sparseflow.load(demo, cache="resident"):
+    with sparseflow.load(demo, cache="12MiB") as model:
+        model.session().forward(range(200))  # maps experts
         result = bench(demo, "--cache", "1MiB", "--cold", "--repeats", 1)
     assert result.exit_code == 6 and "no run can be cold" in told(result)
     assert "disk not measured" in result.stdout and "disk measured 0 times of 2: " in result.stdout
@@ -345,14 +346,14 @@ def test_results_that_cannot_be_written(tmp_path: Path) -> None:
 def test_fields_follow_from_what_was_measured(packed_demo: Path) -> None:
     footprint = Footprint.of(read_manifest(packed_demo))
     stride = footprint.expert_bytes
-    light = SpeedOfLight((MemorySpeed(1, 1, None, (1e9,)),), (DiskSpeed(stride, (), (1e6,)),))
     counts = {"requests": 10, "hits": 4, "misses": 6, "evictions": 1, "admitted_bytes": 6 * stride, "physical_bytes": 8 * stride}
     run = {
         "load_s": 0.5, "ttft_s": 2.0, "token_s": [0.5, 1.0, 1.5], "peak_rss_bytes": 7, "ids": [1, 2, 3, 4],
         "load": dict.fromkeys(counts, 0), "prefill": counts, "decode": counts | {"physical_bytes": 3 * stride},
         "cached_before_bytes": 0, "cached_after_bytes": 0, "experts_cached_before_bytes": 0, "experts_cached_after_bytes": 0,
+        "rates": Rates(memory=1e9, disk=1e6),
     }  # fmt: skip
-    fields = {name: values[0] for name, values in measured_fields([run], footprint, light, [1, 2, 3, 4]).items()}
+    fields = {name: values[0] for name, values in measured_fields([run], footprint, [1, 2, 3, 4]).items()}
     assert (fields["decode_tok_s"], fields["token_p50_s"], fields["token_p95_s"]) == (1.0, 1.0, pytest.approx(1.45))
     assert (fields["logical_requests"], fields["hits"], fields["misses"], fields["evictions"]) == (20, 8, 12, 2)
     assert (fields["admitted_bytes"], fields["physical_bytes"]) == (12 * stride, 11 * stride)
@@ -366,7 +367,7 @@ def test_fields_follow_from_what_was_measured(packed_demo: Path) -> None:
     assert fields["tokens_match"] is True
 
     unknown = {**run, "decode": counts | {"physical_bytes": None}}
-    fields = {name: values[0] for name, values in measured_fields([unknown], footprint, light, [1]).items()}
+    fields = {name: values[0] for name, values in measured_fields([unknown], footprint, [1]).items()}
     assert (fields["physical_bytes"], fields["tokens_match"]) == (None, False)
     assert (fields["page_cache_bytes"], fields["read_all_admitted"]) == (None, None)
     assert fields["token_disk_bound_s"] == pytest.approx(2 * stride / 1e6)
