@@ -12,7 +12,8 @@ import sparseflow
 
 ORDER = """
 errors sizes config quantize tiles layout packfile shards checkpoint encode journal packer pack demo_model
-extents store policy readers slots leases kernels.isa kernels.threads kernels.linear kernels.norms kernels.experts kernels.deltanet kernels.attention
+extents store policy readers slots waiting prefetch pins lease leases
+kernels.isa kernels.threads kernels.linear kernels.norms kernels.experts kernels.deltanet kernels.attention
 kernels.bandwidth page_cache
 weights state rotary replay decoder trace evidence session memory footprint tokenizer messages chat sampling generate conversation model
 memory_speed disk_speed speed_of_light machine bench_cell bench_process bench_prompt bench_results benchmark
