@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -95,3 +96,16 @@ def mapped_bytes(store: PackedStore) -> int:
         entries = np.frombuffer(file.read(pages * 8), np.uint64)
     assert len(entries) == pages
     return int(np.count_nonzero(entries >> np.uint64(63))) * PAGE
+
+
+def cut(path: Path, slice_number: int, stride: int) -> None:
+    """Cut the file in the middle of a slice: after its first page, or before it if it has but one."""
+    os.truncate(path, HEADER_BYTES + slice_number * stride + (PAGE if stride > PAGE else 0))
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Return when the condition is true."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
