@@ -28,7 +28,7 @@ from libc.string cimport strcmp
 
 from sparseflow.extents cimport extents_enter, extents_leave
 from sparseflow.lease cimport Lease as CLease, check_process
-from sparseflow.pins cimport CLOSED, NEVER, WAIT, Outcome, table_fetch, table_leave_queue, table_reserve
+from sparseflow.pins cimport CLOSED, NEVER, WAIT, Outcome, table_fetch, table_leave_queue, table_recheck, table_reserve
 from sparseflow.prefetch cimport table_prefetch
 from sparseflow.slots cimport (
     MOST_AHEAD, Pins, Table, Totals, Waiter, table_close, table_destroy, table_init, table_observe, table_resident, table_totals,
@@ -315,6 +315,7 @@ cdef class LeaseTable:
             raise CapacityError(
                 f"{pins.n} experts of layer {lease.layer} do not fit in a cache of {self.table.num_slots} beside the leases"
                 " that this thread holds, and no other thread can release any; release one first or give a larger cache")
+        table_recheck(&self.table, pins)
         for i in range(pins.n):
             pending = pending or pins.pending[i]
         if pending:

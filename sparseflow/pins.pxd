@@ -15,6 +15,8 @@ cdef enum Outcome:
 # Pin `pins.keys`. With `patient`, waits up to 50 ms for a release. After WAIT the waiter stays in the queue: call again, or
 # table_leave_queue. After RESERVED, table_fetch must follow.
 cdef Outcome table_reserve(Table* table, Pins* pins, Waiter* waiter, bint counted, bint patient) noexcept nogil
+# After RESERVED, of a table that is not direct: what the end of the file took with it is pending again, and table_admit tells.
+cdef void table_recheck(Table* table, Pins* pins) noexcept nogil
 cdef void table_leave_queue(Table* table, Waiter* waiter) noexcept nogil
 cdef void table_fetch(Table* table, Pins* pins) noexcept nogil          # asks for the first of what is pending
 cdef uintptr_t table_address(Table* table, Pins* pins, Py_ssize_t i) noexcept nogil

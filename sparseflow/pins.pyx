@@ -11,7 +11,7 @@ The order of dropping and reading, of a table that is not direct
 from libc.stdint cimport int32_t, uintptr_t
 
 from sparseflow.extents cimport (
-    extents_address, extents_admit, extents_drop, extents_forget, extents_lease, extents_unlease, extents_will_need,
+    extents_address, extents_admit, extents_cut, extents_drop, extents_forget, extents_lease, extents_unlease, extents_will_need,
     pthread_mutex_lock, pthread_mutex_unlock,
 )
 from sparseflow.policy cimport policy_reach
@@ -161,6 +161,15 @@ cdef void ask(Table* table, Pins* pins, Py_ssize_t wanted, Py_ssize_t position) 
 
 cdef void table_fetch(Table* table, Pins* pins) noexcept nogil:
     ask(table, pins, READS_AHEAD, NONE)
+
+
+cdef void table_recheck(Table* table, Pins* pins) noexcept nogil:
+    # Touching a page that a truncation has taken away is a SIGBUS, admitting it an errno.
+    cdef Py_ssize_t i
+    if table.direct or not extents_cut(table.extents, table.extents.count - 1):
+        return
+    for i in range(pins.n):
+        pins.pending[i] |= extents_cut(table.extents, pins.keys[i])
 
 
 # --- admitting and releasing ---

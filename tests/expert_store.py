@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from sparseflow import store as store_module
 from sparseflow.layout import PAGE, align
 from sparseflow.packfile import HEADER_BYTES, KIND_EXPERTS, Header
 from sparseflow.store import PackedStore
@@ -109,3 +112,26 @@ def wait_for(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
+
+
+def without_direct_reads(monkeypatch: pytest.MonkeyPatch, when: str = "open") -> None:
+    """Make every file system refuse O_DIRECT when a file is opened, or only when it is read."""
+    really_open, really_read = os.open, os.preadv
+    refused: set[int] = set()
+
+    def open_(path: str, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECT and when == "open":
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        descriptor = really_open(path, flags, *rest)
+        refused.discard(descriptor)
+        if flags & os.O_DIRECT:
+            refused.add(descriptor)
+        return descriptor
+
+    def preadv(descriptor: int, *rest: Any) -> int:
+        if descriptor in refused:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return really_read(descriptor, *rest)
+
+    monkeypatch.setattr(store_module.os, "open", open_)
+    monkeypatch.setattr(store_module.os, "preadv", preadv)

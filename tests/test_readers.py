@@ -14,9 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from expert_store import cut, disk_path, expected_marks, page_marks, wait_for, write_expert_store  # noqa: F401
+from expert_store import cut, disk_path, expected_marks, page_marks, wait_for, without_direct_reads, write_expert_store  # noqa: F401
 
-from sparseflow import store as store_module
 from sparseflow.errors import CapacityError, OptionError, SparseFlowError, StorageError
 from sparseflow.evidence import rss_bytes
 from sparseflow.layout import PAGE
@@ -372,32 +371,10 @@ def test_a_descriptor_that_cannot_be_had_is_a_capacity_error(disk_path: Path) ->
         assert use(LeaseTable(store, 1, direct=True), 0, 0) == [False]
 
 
-def refuse_direct(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    """A file system that refuses O_DIRECT when a file is opened, or only when it is read."""
-    really_open, really_read = os.open, os.preadv
-    refused: set[int] = set()
-
-    def open_(path: str, flags: int, *rest: int) -> int:
-        if flags & os.O_DIRECT and when == "open":
-            raise OSError(22, "Invalid argument")
-        descriptor = really_open(path, flags, *rest)
-        if flags & os.O_DIRECT:
-            refused.add(descriptor)
-        return descriptor
-
-    def preadv(descriptor: int, *rest: object) -> int:
-        if descriptor in refused:
-            raise OSError(22, "Invalid argument")
-        return really_read(descriptor, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(store_module.os, "open", open_)
-    monkeypatch.setattr(store_module.os, "preadv", preadv)
-
-
 @pytest.mark.parametrize("when", ["open", "read"])
 def test_a_file_system_without_direct_reads(path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
-    refuse_direct(monkeypatch, when)
+    without_direct_reads(monkeypatch, when)
     with PackedStore(path, strict=True) as store:
         assert not store.direct
         with pytest.raises(OptionError, match=r"experts\.sfx: its file system has no direct reads"):
