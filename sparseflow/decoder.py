@@ -23,7 +23,7 @@ from sparseflow.kernels.norms import rms_norm
 from sparseflow.kernels.threads import Step
 from sparseflow.layout import ExpertLayout
 from sparseflow.leases import LeaseTable
-from sparseflow.prefetch import GuessRecord, Guesses, NextRouter
+from sparseflow.lookahead import GuessRecord, Guesses, NextRouter
 from sparseflow.replay import RouteReplay
 from sparseflow.rotary import Rotary
 from sparseflow.state import DecoderState, KVCache, LinearState

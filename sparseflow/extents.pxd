@@ -67,6 +67,7 @@ cdef int extents_admit(Extents* extents, Py_ssize_t slice) noexcept nogil       
 cdef void extents_forget(Extents* extents, Py_ssize_t slice) noexcept nogil
 cdef void extents_drop(Extents* extents, Py_ssize_t slice, bint reading) noexcept nogil
 
+cdef bint extents_cut(Extents* extents, Py_ssize_t slice) noexcept nogil       # whether the file ends before the slice does, now
 cdef void extents_drop_cache(Extents* extents) noexcept nogil                   # of the whole file, but what is mapped
 cdef Py_ssize_t extents_cached(Extents* extents, Py_ssize_t slice, Py_ssize_t* pages) noexcept nogil   # or -errno
 cdef Py_ssize_t extents_cached_in_all(Extents* extents) noexcept nogil          # pages in the page cache, or -errno

@@ -266,6 +266,11 @@ cdef void drop_run(Extents* extents, size_t begin, size_t end, bint cache) noexc
             posix_fadvise(extents.fd, begin, end - begin, POSIX_FADV_DONTNEED)
 
 
+cdef bint extents_cut(Extents* extents, Py_ssize_t slice) noexcept nogil:
+    cdef struct_stat status
+    return fstat(extents.fd, &status) == 0 and <size_t>status.st_size < slice_start(extents, slice) + extents.stride
+
+
 cdef void extents_drop_cache(Extents* extents) noexcept nogil:
     posix_fadvise(extents.fd, 0, 0, POSIX_FADV_DONTNEED)
 

@@ -1,30 +1,10 @@
 from collections.abc import Callable
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sparseflow.lease import Lease as Lease
 from sparseflow.store import PackedStore
-
-class Lease:
-    layer: int
-    ids: NDArray[np.int32]
-    hit: NDArray[np.bool_]
-    order: NDArray[np.int32]
-    num_ready: int
-    num_hits: int
-    addresses: NDArray[np.uint64]
-    @property
-    def released(self) -> bool: ...
-    def wait(self) -> None: ...
-    def wait_one(self, i: int) -> None: ...
-    def wait_for(self, start: int, stop: int) -> None: ...
-    def release(self) -> None: ...
-    def __enter__(self) -> Lease: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-    def __len__(self) -> int: ...
 
 class LeaseTable:
     store: PackedStore

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False, embedsignature=True, freethreading_compatible=True
-"""LeaseTable and Lease: a bounded cache of experts over a PackedStore. It checks and explains; slots.pyx does the work.
+"""LeaseTable: a bounded cache of experts over a PackedStore. It checks and explains; slots.pyx and pins.pyx do the work.
 
     with table.acquire(layer, ids) as lease:    # pins what is there, starts reading the rest
         lease.wait()                            # all of it is there
@@ -21,18 +21,17 @@ Waiting
 from __future__ import annotations
 
 cimport cython
-from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBuffer_Release, PyObject_GetBuffer
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport int32_t, uint8_t, uint64_t
-from libc.stdlib cimport free, malloc
-from libc.string cimport memset, strcmp
-from posix.unistd cimport getpid
+from libc.stdint cimport int32_t
+from libc.string cimport strcmp
 
-from sparseflow.extents cimport extents_enter, extents_lease, extents_leave, extents_unlease
+from sparseflow.extents cimport extents_enter, extents_leave
+from sparseflow.lease cimport Lease as CLease, check_process
+from sparseflow.pins cimport CLOSED, NEVER, WAIT, Outcome, table_fetch, table_leave_queue, table_recheck, table_reserve
+from sparseflow.prefetch cimport table_prefetch
 from sparseflow.slots cimport (
-    CLOSED, MOST_AHEAD, NEVER, WAIT, Outcome, Pins, Table, Totals, Waiter, pthread_self, table_address, table_admit, table_destroy, table_fetch,
-    table_init, table_leave_queue, table_observe, table_prefetch, table_ready, table_release, table_reserve, table_resident,
-    table_totals,
+    MOST_AHEAD, Pins, Table, Totals, Waiter, table_close, table_destroy, table_init, table_observe, table_resident, table_totals,
 )
 from sparseflow.store cimport PackedStore
 
@@ -41,185 +40,14 @@ import os
 import numpy as np
 
 from sparseflow.errors import CapacityError, OptionError, SparseFlowError
+from sparseflow.lease import Lease       # the same class, for those who import it from here
 
 cdef enum:
     ADMIT_ALL_EXPERTS = 16      # asked for at once in resident mode: enough to keep the disk busy
 
-cdef object _empty = np.empty
-cdef object _int32 = np.dtype(np.int32)
-cdef object _bool = np.dtype(np.bool_)
-cdef object _uint64 = np.dtype(np.uint64)
 
-
-# Holds nothing that could refer back to it; so the garbage collector never clears it before __dealloc__ releases.
-@cython.no_gc
-cdef class Lease:
-    """Some experts of one layer, pinned until released. Made by `LeaseTable.acquire`; a context manager that releases.
-
-    A lease that goes out of use releases itself, so an exception anywhere leaves nothing pinned.
-
-    Attributes
-        layer: the layer.
-        ids: int32 [n], ascending.
-        hit: bool [n], whether the expert had a slot when this was acquired: it was in memory, or on its way there for
-            another lease (then it is still waited for here). One that had been prefetched is no hit: the disk was read for it.
-        num_hits: how many of them.
-        order: int32 [n], positions in `ids` in the order in which waiting for them is shortest: the first `num_ready` were in memory
-            when this was acquired.
-        addresses: uint64 [n], where each slice begins. The bytes are there once waited for, until release.
-    """
-
-    cdef LeaseTable owner
-    cdef Pins pins
-    cdef readonly int layer
-    cdef readonly object ids
-    cdef readonly object hit
-    cdef readonly object order
-    cdef readonly int num_ready
-    cdef readonly int num_hits
-    cdef readonly object addresses
-
-    def __cinit__(self, LeaseTable owner not None, int layer, Py_ssize_t n):
-        cdef Pins* pins = &self.pins
-        self.owner = owner
-        self.layer = layer
-        self.ids = _empty(n, _int32)
-        self.hit = _empty(n, _bool)
-        self.order = _empty(n, _int32)
-        self.addresses = _empty(n, _uint64)
-        pins.keys = <int32_t*>malloc(n * (3 * sizeof(int32_t) + 4) + 1)
-        if pins.keys == NULL:
-            raise MemoryError
-        pins.slots = pins.keys + n
-        pins.dropping = pins.slots + n
-        pins.hit = <uint8_t*>(pins.dropping + n)
-        pins.pending = pins.hit + n
-        pins.found = pins.pending + n
-        pins.turn = pins.found + n
-        pins.n = n
-        pins.thread = pthread_self()
-
-    def __dealloc__(self):
-        if self.pins.held:
-            with nogil:
-                table_release(&self.owner.table, &self.pins)
-        free(self.pins.keys)
-
-    cdef int tell(self) except -1:
-        """Fill the arrays, once reserved."""
-        cdef Pins* pins = &self.pins
-        cdef Py_ssize_t first = <Py_ssize_t>self.layer * self.owner.store.num_experts
-        cdef Py_buffer ids, hit, order, addresses
-        cdef Py_ssize_t i, place = 0
-        cdef int turn
-        PyObject_GetBuffer(self.ids, &ids, PyBUF_WRITABLE)
-        PyObject_GetBuffer(self.hit, &hit, PyBUF_WRITABLE)
-        PyObject_GetBuffer(self.order, &order, PyBUF_WRITABLE)
-        PyObject_GetBuffer(self.addresses, &addresses, PyBUF_WRITABLE)
-        for i in range(pins.n):
-            self.num_hits += pins.hit[i]
-            (<int32_t*>ids.buf)[i] = pins.keys[i] - first
-            (<uint8_t*>hit.buf)[i] = pins.hit[i]
-            (<uint64_t*>addresses.buf)[i] = table_address(&self.owner.table, pins, i)
-            pins.turn[i] = 0 if table_ready(&self.owner.table, pins, i) else 2 - pins.found[i]
-        # What is there, what was being read before, what is read from now on; each in ascending id.
-        for turn in range(3):
-            for i in range(pins.n):
-                if pins.turn[i] == turn:
-                    (<int32_t*>order.buf)[place] = i
-                    place += 1
-            if turn == 0:
-                self.num_ready = place
-        PyBuffer_Release(&ids)
-        PyBuffer_Release(&hit)
-        PyBuffer_Release(&order)
-        PyBuffer_Release(&addresses)
-        return 0
-
-    cdef int check_held(self) except -1:
-        if not self.pins.held:
-            raise SparseFlowError(f"a lease of {self.pins.n} experts of layer {self.layer} was released; acquire it again")
-        return 0
-
-    cdef int fail(self, Py_ssize_t i, int number) except -1:
-        error = self.owner.store.error(self.pins.keys[i], number)
-        self.release()
-        raise error
-
-    @property
-    def released(self) -> bool:
-        """True once this lease pins nothing."""
-        return not self.pins.held
-
-    def wait(self) -> None:
-        """Return when all experts of the lease are in memory. The disk is waited for in ascending id, without the GIL.
-
-        Raises
-            StorageError: the disk failed, for this lease or for another that shares the expert. The lease is released;
-                experts that did arrive stay cached, the others hold no slot.
-            SparseFlowError: released already.
-        """
-        cdef Py_ssize_t i = 0
-        cdef int number = 0
-        self.check_held()
-        with nogil:
-            while number == 0 and i < self.pins.n:
-                number = table_admit(&self.owner.table, &self.pins, i)
-                i += 1
-        if number != 0:
-            self.fail(i - 1, number)
-
-    def wait_one(self, i: int) -> None:
-        """Return when expert `ids[i]` is in memory. Raises as `wait`, and OptionError for a position that is not there."""
-        self.check_held()
-        if not 0 <= i < self.pins.n:
-            raise OptionError(f"there is no position {i} in a lease of {self.pins.n} experts")
-        self.admit(i)
-
-    cdef int admit(self, Py_ssize_t position) except -1:
-        cdef int number = 0
-        if self.pins.pending[position]:
-            with nogil:
-                number = table_admit(&self.owner.table, &self.pins, position)
-        if number != 0:
-            self.fail(position, number)
-        return 0
-
-    def wait_for(self, start: int, stop: int) -> None:
-        """Return when the experts at positions order[start:stop] are in memory. Raises as `wait`, and OptionError for places that
-        are not there."""
-        cdef const int32_t[::1] order = self.order
-        cdef Py_ssize_t first = start, last = stop, place
-        self.check_held()
-        if not 0 <= first <= last <= self.pins.n:
-            raise OptionError(f"there are no places {start} to {stop} in a lease of {self.pins.n} experts")
-        for place in range(first, last):
-            self.admit(order[place])
-
-    def release(self) -> None:
-        """Unpin the experts; those that were not waited for lose their slot. Does nothing when released already."""
-        cdef Py_ssize_t i
-        cdef bint dropping = False
-        if self.pins.held:
-            for i in range(self.pins.n):
-                dropping = dropping or self.pins.pending[i]
-            if dropping:
-                with nogil:
-                    table_release(&self.owner.table, &self.pins)
-            else:
-                table_release(&self.owner.table, &self.pins)
-
-    def __enter__(self) -> Lease:
-        self.check_held()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self.release()
-
-    def __len__(self) -> int:
-        return self.pins.n
-
-
+# Not cleared by the garbage collector, so that the store lives until the threads that read from it are gone.
+@cython.no_gc_clear
 cdef class LeaseTable:
     """A bounded cache of the experts of a store; the one least likely to be used again soon goes first (policy.pyx).
 
@@ -239,7 +67,6 @@ cdef class LeaseTable:
     """
 
     cdef Table table
-    cdef int process
     cdef readonly PackedStore store
 
     def __cinit__(self, PackedStore store not None, slots: int, direct: bool = False):
@@ -252,7 +79,6 @@ cdef class LeaseTable:
             raise OptionError(f"{store.path}: its file system has no direct reads (O_DIRECT); make the table without `direct`")
         slots = min(slots, store.num_layers * store.num_experts)
         self.store = store
-        self.process = getpid()
         number = table_init(&self.table, &store.extents, store.num_layers, slots, direct)
         if number != 0:
             raise CapacityError(
@@ -270,13 +96,8 @@ cdef class LeaseTable:
         """
         if not self.store.closed:
             raise SparseFlowError(f"{self.store.path}: a table of leases is closed after its store; close the store first")
-        cdef Totals totals = self.table.totals
-        cdef int32_t slots = self.table.num_slots
-        if self.table.slots != NULL:
-            table_destroy(&self.table)              # with the GIL: no other thread is between looking and acquiring
-            memset(&self.table, 0, sizeof(Table))
-            self.table.totals = totals
-            self.table.num_slots = slots
+        with nogil:
+            table_close(&self.table)
 
     @property
     def direct(self) -> bool:
@@ -306,8 +127,7 @@ cdef class LeaseTable:
 
     def resident(self, layer: int, expert: int) -> bool:
         """Whether an expert is in memory now. Raises OptionError if there is no such expert."""
-        slice = self.store.slice_number(layer, expert)
-        return self.table.slots != NULL and table_resident(&self.table, slice)
+        return table_resident(&self.table, self.store.slice_number(layer, expert))
 
     def counters(self) -> dict[str, int]:
         """What happened since the table was made, all of one instant.
@@ -377,9 +197,12 @@ cdef class LeaseTable:
             for k in range(ids.shape[1]):
                 if not (-1 if k == 0 else ids[token, k - 1]) < ids[token, k] < num_experts:
                     raise OptionError(f"layer {layer}: expert {ids[token, k]} of {num_experts}, out of range or of order")
-        if ids.shape[0] > 0 and ids.shape[1] > 0:
+        if ids.shape[0] == 0 or ids.shape[1] == 0:
+            return
+        if extents_enter(self.table.extents):                       # nor may the table be closed meanwhile
             with nogil:
                 table_observe(&self.table, number, &ids[0, 0], &weights[0, 0], ids.shape[0], ids.shape[1])
+                extents_leave(self.table.extents)
 
     def prefetch(self, layer: int, ids, spare: int) -> int:
         """Begin to read experts that are likely to be requested soon, when the disk has nothing more urgent to do.
@@ -395,27 +218,25 @@ cdef class LeaseTable:
         Returns how many reads that began: none unless the table is `direct`.
 
         Raises
-            OptionError: a layer or experts that do not exist.
+            OptionError: a layer or experts that do not exist, or a negative `spare`.
         """
         cdef const int32_t[::1] experts = ids
         cdef int32_t keys[MOST_AHEAD]
         cdef Py_ssize_t first = self.store.slice_number(layer, 0), n = min(<Py_ssize_t>MOST_AHEAD, experts.shape[0]), i
-        cdef int32_t begun = 0, kept = spare
+        cdef int32_t begun = 0, kept
+        if spare < 0:
+            raise OptionError(f"spare is {spare}: give a whole number of at least 0")
+        kept = min(spare, self.table.num_slots)
         for i in range(n):
             if not 0 <= experts[i] < self.store.num_experts:
                 raise OptionError(f"there is no expert {experts[i]} in layer {layer}, which has {self.store.num_experts}")
             keys[i] = first + experts[i]
-        self.check_process()
-        if extents_lease(self.table.extents):                       # the store stays open meanwhile
-            begun = table_prefetch(&self.table, keys, n, kept)
-            extents_unlease(self.table.extents)
+        check_process(self.store, &self.table)
+        if extents_enter(self.table.extents):                       # the store stays open meanwhile
+            with nogil:
+                begun = table_prefetch(&self.table, keys, n, kept)
+                extents_leave(self.table.extents)
         return begun
-
-    cdef int check_process(self) except -1:
-        if self.table.direct and getpid() != self.process:
-            raise SparseFlowError(
-                f"{self.store.path}: opened by another process, of which this is a fork; open the model again in this one")
-        return 0
 
     def admit_all(self, progress=None) -> None:
         """Bring every expert into memory, in the order of the file: the resident mode.
@@ -439,13 +260,13 @@ cdef class LeaseTable:
                 if progress is not None:
                     progress(done * stride, count * stride)
 
-    cdef Lease request(self, layer, ids):
+    cdef CLease request(self, layer, ids):
         """A lease that holds nothing yet, its ids checked."""
         cdef Py_ssize_t first = self.store.slice_number(layer, 0), i
         cdef int num_experts = self.store.num_experts
         cdef Py_buffer buffer
         cdef int32_t* expert
-        cdef Lease lease
+        cdef CLease lease
         try:
             PyObject_GetBuffer(ids, &buffer, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
         except (TypeError, ValueError, BufferError) as error:
@@ -454,7 +275,9 @@ cdef class LeaseTable:
             if buffer.ndim != 1 or strcmp(buffer.format, b"i") != 0:
                 raise OptionError(
                     f"expert ids must be int32 [n], not {buffer.ndim} dimensions of type {buffer.format.decode()!r}")
-            lease = Lease(self, layer, buffer.shape[0])
+            lease = CLease(self.store, layer, buffer.shape[0])
+            lease.owner = self
+            lease.table = &self.table
             expert = <int32_t*>buffer.buf
             for i in range(lease.pins.n):
                 if not 0 <= expert[i] < num_experts:
@@ -467,26 +290,23 @@ cdef class LeaseTable:
             PyBuffer_Release(&buffer)
         return lease
 
-    cdef Lease reserve(self, Lease lease, bint counted):
+    cdef CLease reserve(self, CLease lease, bint counted):
         cdef Pins* pins = &lease.pins
         cdef Waiter waiter
         cdef Outcome outcome
         cdef Py_ssize_t i
         cdef bint pending = False
-        self.check_process()
-        if self.table.slots == NULL:
-            raise SparseFlowError(f"{self.store.path}: the store is closed; open it again with PackedStore")
+        check_process(self.store, &self.table)
         if pins.n > self.table.num_slots:
             raise CapacityError(
                 f"{pins.n} experts of layer {lease.layer} do not fit in a cache of {self.table.num_slots};"
                 " ask for fewer at once or give a larger cache")
         waiter.thread = pins.thread
         waiter.queued = False
-        outcome = table_reserve(&self.table, pins, &waiter, counted, False)
-        if outcome == WAIT:
-            if not extents_enter(self.table.extents):               # nor may the store be closed while this waits
-                raise SparseFlowError(f"{self.store.path}: the store is closed; open it again with PackedStore")
+        outcome = CLOSED
+        if extents_enter(self.table.extents):                       # it is not closed while this waits
             try:
+                outcome = table_reserve(&self.table, pins, &waiter, counted, False)
                 while outcome == WAIT:
                     PyErr_CheckSignals()        # only while nothing is pinned: no error may come between here and the fetch
                     with nogil:
@@ -500,6 +320,7 @@ cdef class LeaseTable:
             raise CapacityError(
                 f"{pins.n} experts of layer {lease.layer} do not fit in a cache of {self.table.num_slots} beside the leases"
                 " that this thread holds, and no other thread can release any; release one first or give a larger cache")
+        table_recheck(&self.table, pins)
         for i in range(pins.n):
             pending = pending or pins.pending[i]
         if pending:

@@ -132,6 +132,8 @@ class Model:
                 self.leases.admit_all(_labelled(progress, "experts"))
         except BaseException:
             self.store.close()
+            if hasattr(self, "leases"):
+                self.leases.close()  # the traceback may hold this for long
             raise
 
     @cached_property

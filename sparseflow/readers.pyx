@@ -9,16 +9,23 @@ Design
     moment. Slots with parts to hand out wait in two queues, one for what somebody waits for and one for what was
     prefetched, which is looked at when the first is empty.
 
-    A system call that reads cannot be interrupted by a fault in the mapping, so a truncated file or a failing disk is an
-    errno, and what is in a slot stays whatever becomes of the file.
+    A part that a thread is reading cannot be called back. So a cancelled read lets go at once, and the next read into its slot
+    begins when those parts have come in: nobody waits for what nobody wants.
+
+    A truncated file or a failing disk is an errno, and what is in a slot stays whatever becomes of the file.
+
+Fork
+    A child gets neither the threads nor the memory. With the memory, every page read into a slot after the fork would be a
+    second copy for as long as the child lives, and a read in progress might end in the child's.
 """
 
 from libc.errno cimport EINTR, EIO, ENOMEM, errno
 from libc.stdint cimport int32_t, uint8_t, uintptr_t
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport calloc, free
 from libc.string cimport memset
+from posix.fcntl cimport F_DUPFD_CLOEXEC, fcntl
 from posix.mman cimport MAP_ANONYMOUS, MAP_FAILED, MAP_PRIVATE, PROT_READ, PROT_WRITE, madvise, mmap, munmap
-from posix.unistd cimport getpid, pread
+from posix.unistd cimport close, getpid, pread
 
 from sparseflow.extents cimport (
     Extents, pthread_cond_t, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock,
@@ -33,6 +40,9 @@ cdef extern from *:
     #ifndef MADV_HUGEPAGE
     #define MADV_HUGEPAGE 14
     #endif
+    #ifndef MADV_DONTFORK
+    #define MADV_DONTFORK 10
+    #endif
     /* Signals are for the threads of the interpreter. */
     static int sf_start_reader(pthread_t *thread, void *(*work)(void *), void *argument) {
         sigset_t all, before;
@@ -44,6 +54,7 @@ cdef extern from *:
     }
     """
     enum: MADV_HUGEPAGE
+    enum: MADV_DONTFORK
     int sf_start_reader(pthread_t* thread, void* (*work)(void*) noexcept nogil, void* argument) noexcept nogil
     int pthread_join(pthread_t thread, void** result) noexcept nogil
     int pthread_cond_init(pthread_cond_t* condition, const void* attributes) noexcept nogil
@@ -54,6 +65,7 @@ cdef extern from *:
 
 cdef enum:
     NONE = -1
+    BLOCK = 4096                # a multiple of what O_DIRECT asks offsets, lengths and addresses to be multiples of
     HUGE_PAGE = 1 << 21
     PART_BYTES = 5 << 18        # 1.25 MiB at most: a disk gives its full throughput from about a quarter of that on
 
@@ -67,17 +79,19 @@ cdef int readers_init(Readers* readers, Extents* extents, int32_t num_slots) noe
     readers.extents = extents
     readers.process = getpid()
     readers.parts = (extents.stride + PART_BYTES - 1) / PART_BYTES
-    readers.part_bytes = (extents.stride / readers.parts + extents.page - 1) / extents.page * extents.page
+    readers.part_bytes = (extents.stride / readers.parts + BLOCK - 1) / BLOCK * BLOCK
     readers.parts = (extents.stride + readers.part_bytes - 1) / readers.part_bytes
     readers.first[NOW] = readers.first[AHEAD] = NONE
     pthread_mutex_init(&readers.lock, NULL)
     pthread_cond_init(&readers.work, NULL)
     pthread_cond_init(&readers.done, NULL)
-    readers.reads = <Read*>malloc(num_slots * sizeof(Read))
+    readers.fd = fcntl(extents.direct, F_DUPFD_CLOEXEC, 0)
+    if readers.fd < 0:
+        return errno
+    readers.reads = <Read*>calloc(num_slots, sizeof(Read))
     if readers.reads == NULL:
         return ENOMEM
     for s in range(num_slots):
-        readers.reads[s].parts = readers.reads[s].handed = readers.reads[s].finished = 0
         readers.reads[s].queue = NOWHERE
     mapping = mmap(NULL, needed + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
     if mapping == MAP_FAILED:
@@ -86,6 +100,8 @@ cdef int readers_init(Readers* readers, Extents* extents, int32_t num_slots) noe
     readers.mapping_bytes = needed + HUGE_PAGE
     readers.memory = <uint8_t*>((<uintptr_t>mapping + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE)
     madvise(readers.memory, needed, MADV_HUGEPAGE)              # EINVAL where the kernel has none: slower, not wrong
+    if madvise(mapping, readers.mapping_bytes, MADV_DONTFORK) != 0:
+        return errno
     while readers.started < READERS:
         number = sf_start_reader(&readers.threads[readers.started], work, readers)
         if number != 0:
@@ -105,43 +121,65 @@ cdef void readers_destroy(Readers* readers) noexcept nogil:
         pthread_mutex_unlock(&readers.lock)
         for i in range(readers.started):
             pthread_join(readers.threads[i], NULL)
-    if readers.mapping != NULL:
-        munmap(readers.mapping, readers.mapping_bytes)
+        if readers.mapping != NULL:
+            munmap(readers.mapping, readers.mapping_bytes)
+        pthread_cond_destroy(&readers.work)     # in a child this would wait for ever for the threads that it counts
+        pthread_cond_destroy(&readers.done)
+        pthread_mutex_destroy(&readers.lock)
+    if readers.fd >= 0:
+        close(readers.fd)
     free(readers.reads)
-    pthread_cond_destroy(&readers.work)
-    pthread_cond_destroy(&readers.done)
-    pthread_mutex_destroy(&readers.lock)
     readers.extents = NULL
 
 
 # --- the queues, under the lock ---
 
+cdef bint held_back(Read* read) noexcept nogil:
+    """Whether parts of a cancelled read are still written to the slot."""
+    return read.busy > 0 and read.handed == 0
+
+
 cdef void push(Readers* readers, int32_t slot, int urgency) noexcept nogil:
-    readers.reads[slot].queue = urgency
-    readers.reads[slot].after = NONE
+    cdef Read* read = &readers.reads[slot]
+    cdef int woken
+    read.queue = urgency
+    if held_back(read):
+        return                                                  # until the last of them calls this again
+    read.after = NONE
     if readers.first[urgency] == NONE:
         readers.first[urgency] = slot
     else:
         readers.reads[readers.last[urgency]].after = slot
     readers.last[urgency] = slot
+    woken = min(readers.idle, read.parts)
+    while woken > 0:
+        pthread_cond_signal(&readers.work)
+        woken -= 1
 
 
 cdef void take_out(Readers* readers, int32_t slot) noexcept nogil:
-    cdef int urgency = readers.reads[slot].queue
+    cdef Read* read = &readers.reads[slot]
+    cdef int urgency = read.queue
     cdef int32_t before = NONE, s
-    if urgency == NOWHERE:
+    read.queue = NOWHERE
+    if urgency == NOWHERE or held_back(read):
         return
     s = readers.first[urgency]
     while s != slot:
         before = s
         s = readers.reads[s].after
     if before == NONE:
-        readers.first[urgency] = readers.reads[slot].after
+        readers.first[urgency] = read.after
     else:
-        readers.reads[before].after = readers.reads[slot].after
+        readers.reads[before].after = read.after
     if readers.last[urgency] == slot:
         readers.last[urgency] = before
-    readers.reads[slot].queue = NOWHERE
+
+
+cdef void cancel(Readers* readers, int32_t slot) noexcept nogil:
+    cdef Read* read = &readers.reads[slot]
+    take_out(readers, slot)
+    read.parts = read.handed = read.finished = 0
 
 
 # --- the threads ---
@@ -154,12 +192,12 @@ cdef int read_part(Readers* readers, int32_t slot, Py_ssize_t slice, int32_t par
     cdef uint8_t* memory = <uint8_t*>readers_address(readers, slot)
     cdef Py_ssize_t count
     while offset < end:
-        count = pread(extents.direct, memory + offset, end - offset, extents.header_bytes + slice * extents.stride + offset)
+        count = pread(readers.fd, memory + offset, end - offset, extents.header_bytes + slice * extents.stride + offset)
         if count < 0:
             if errno == EINTR:
                 continue
             return errno
-        if count == 0 or count % extents.page != 0:             # the file ends here
+        if count == 0 or count % BLOCK != 0:                    # the file ends here
             return EIO
         offset += count
     return 0
@@ -171,11 +209,9 @@ cdef void* work(void* argument) noexcept nogil:
     cdef int32_t slot, part
     cdef int number
     pthread_mutex_lock(&readers.lock)
-    while True:
+    while not readers.stopping:
         slot = readers.first[NOW] if readers.first[NOW] != NONE else readers.first[AHEAD]
         if slot == NONE:
-            if readers.stopping:
-                break
             readers.idle += 1
             pthread_cond_wait(&readers.work, &readers.lock)
             readers.idle -= 1
@@ -183,11 +219,18 @@ cdef void* work(void* argument) noexcept nogil:
         read = &readers.reads[slot]
         part = read.handed
         read.handed += 1
+        read.busy += 1
         if read.handed == read.parts:
             take_out(readers, slot)
         pthread_mutex_unlock(&readers.lock)
         number = read_part(readers, slot, read.slice, part)
         pthread_mutex_lock(&readers.lock)
+        if held_back(read):                                     # cancelled meanwhile
+            read.busy -= 1
+            if read.busy == 0 and read.queue != NOWHERE:
+                push(readers, slot, read.queue)
+            continue
+        read.busy -= 1
         if number != 0:
             read.error = number
         read.finished += 1
@@ -201,17 +244,12 @@ cdef void* work(void* argument) noexcept nogil:
 
 cdef void readers_begin(Readers* readers, int32_t slot, Py_ssize_t slice, int urgency) noexcept nogil:
     cdef Read* read = &readers.reads[slot]
-    cdef int woken
     pthread_mutex_lock(&readers.lock)
+    cancel(readers, slot)
     read.slice = slice
-    read.handed = read.finished = 0
     read.parts = readers.parts
     read.error = 0
     push(readers, slot, urgency)
-    woken = min(readers.idle, read.parts)
-    while woken > 0:
-        pthread_cond_signal(&readers.work)
-        woken -= 1
     pthread_mutex_unlock(&readers.lock)
 
 
@@ -243,22 +281,16 @@ cdef int readers_wait(Readers* readers, int32_t slot) noexcept nogil:
 
 
 cdef bint readers_recall(Readers* readers, int32_t slot) noexcept nogil:
-    cdef Read* read = &readers.reads[slot]
     cdef bint untouched
     pthread_mutex_lock(&readers.lock)
-    untouched = read.handed == 0 and read.parts > 0
+    untouched = readers.reads[slot].handed == 0
     if untouched:
-        take_out(readers, slot)
-        read.parts = 0
+        cancel(readers, slot)
     pthread_mutex_unlock(&readers.lock)
     return untouched
 
 
 cdef void readers_cancel(Readers* readers, int32_t slot) noexcept nogil:
-    cdef Read* read = &readers.reads[slot]
     pthread_mutex_lock(&readers.lock)
-    take_out(readers, slot)
-    read.parts = read.handed
-    while read.finished < read.parts:
-        pthread_cond_wait(&readers.done, &readers.lock)
+    cancel(readers, slot)
     pthread_mutex_unlock(&readers.lock)

@@ -1,18 +1,21 @@
 """The table of slots behind LeaseTable, as C structs and calls without the GIL.
 
 Ownership: a LeaseTable owns its Table, a Lease its Pins; the pins of an open lease are linked into the table. Threads: every
-call takes `lock` itself, for an instant and never across a system call. A key is layer * num_experts + expert.
+call whose name begins with table_, here and in waiting, prefetch and pins, takes `lock` itself, for an instant and never across
+a read; the others are called under it. A key is layer * num_experts + expert.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t, uintptr_t
+
+from posix.types cimport pid_t
 
 from sparseflow.extents cimport Extents, pthread_cond_t, pthread_mutex_t, pthread_t
 from sparseflow.policy cimport Policy
 from sparseflow.readers cimport Readers
 
 
-cdef extern from "<pthread.h>" nogil:
-    pthread_t pthread_self() noexcept
+cdef enum:
+    NONE = -1               # no slot
 
 
 cdef enum SlotState:
@@ -21,13 +24,6 @@ cdef enum SlotState:
 
 cdef enum:
     MOST_AHEAD = 64         # reads ahead in progress
-
-
-cdef enum Outcome:
-    RESERVED                # all pinned
-    WAIT                    # too few slots now; somebody will release some
-    NEVER                   # too few slots, and nobody can
-    CLOSED                  # the store is
 
 
 cdef struct Slot:
@@ -84,10 +80,11 @@ cdef struct Totals:
 
 cdef struct Table:
     Extents* extents
+    pid_t process           # who made it: a forked child may not touch what is `direct`
     Readers readers         # used if `direct`
     bint direct             # slices are read into memory of the table's own, not mapped
     int32_t num_slots
-    Slot* slots             # [num_slots]
+    Slot* slots             # [num_slots], NULL once closed
     int32_t* index          # [layers * experts] slot, or -1
     int32_t free            # first free slot
     int32_t* arriving       # [MOST_AHEAD] slots that are being read ahead
@@ -102,22 +99,21 @@ cdef struct Table:
 
 
 cdef int table_init(Table* table, Extents* extents, int32_t layers, int32_t num_slots, bint direct) noexcept nogil     # 0 or an errno
+# Frees the slots and all that is known of them; the totals stay. Nobody may be in another call but table_totals and table_resident.
+cdef void table_close(Table* table) noexcept nogil
 cdef void table_destroy(Table* table) noexcept nogil
-
-# Pin `pins.keys`. With `patient`, waits up to 50 ms for a release. After WAIT the waiter stays in the queue: call again, or
-# table_leave_queue. After RESERVED, table_fetch must follow.
-cdef Outcome table_reserve(Table* table, Pins* pins, Waiter* waiter, bint counted, bint patient) noexcept nogil
-# Read ahead those of the keys [n], likeliest first, that have no slot, when nothing else is to be read, while more than `spare`
-# slots are free or idle. How many reads that began. Does nothing unless the table is `direct`.
-cdef int32_t table_prefetch(Table* table, const int32_t* keys, Py_ssize_t n, int32_t spare) noexcept nogil
-cdef void table_leave_queue(Table* table, Waiter* waiter) noexcept nogil
-cdef void table_fetch(Table* table, Pins* pins) noexcept nogil          # asks for the first of what is pending
-cdef uintptr_t table_address(Table* table, Pins* pins, Py_ssize_t i) noexcept nogil
-cdef bint table_ready(Table* table, Pins* pins, Py_ssize_t i) noexcept nogil    # whether table_admit would not wait
-cdef int table_admit(Table* table, Pins* pins, Py_ssize_t i) noexcept nogil     # waits for one expert: 0 or an errno
-cdef void table_release(Table* table, Pins* pins) noexcept nogil
+cdef bint table_forked(Table* table) noexcept nogil             # whether this process may not touch it
 # Tokens [n] chose ids [n, top_k], each row ascending, with those weights.
 cdef void table_observe(
     Table* table, int32_t layer, const int32_t* ids, const float* weights, Py_ssize_t n, int32_t top_k) noexcept nogil
 cdef bint table_resident(Table* table, Py_ssize_t key) noexcept nogil
-cdef Totals table_totals(Table* table) noexcept nogil                   # all of one instant
+cdef Totals table_totals(Table* table) noexcept nogil           # all of one instant
+
+cdef void idle_insert(Table* table, int32_t s) noexcept nogil   # a slot that no lease pins any more, or yet
+cdef void idle_remove(Table* table, int32_t s) noexcept nogil
+cdef int32_t take_free(Table* table) noexcept nogil
+cdef void give_free(Table* table, int32_t s) noexcept nogil
+cdef int32_t take_victim(Table* table) noexcept nogil           # evicts the expert worth least; some must be idle
+cdef void give(Table* table, int32_t s, int32_t key, int urgency) noexcept nogil    # a slot that was taken, to an expert without one
+cdef void arrived(Table* table, int32_t s) noexcept nogil       # its expert became resident
+cdef void lost(Table* table, int32_t s) noexcept nogil          # its expert is not resident any more

@@ -73,7 +73,8 @@ cdef class PackedStore:
         StorageError: the system refused to open, read or map it.
 
     `address` may be used by anyone until `close()`; reading there is only cheap and safe from SIGBUS while the slice is
-    admitted. The file must not be changed while it is open: packing replaces files by rename, and so should you.
+    admitted. The file must not be changed while it is open: packing replaces files by rename, and so should you. (One that was
+    cut is an error to admit; but cutting it while somebody reads a mapped slice there is a SIGBUS for them.)
     """
 
     def __cinit__(self, *args, **kwargs):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from sparseflow import store as store_module
 from sparseflow.layout import PAGE, align
 from sparseflow.packfile import HEADER_BYTES, KIND_EXPERTS, Header
 from sparseflow.store import PackedStore
@@ -95,3 +99,39 @@ def mapped_bytes(store: PackedStore) -> int:
         entries = np.frombuffer(file.read(pages * 8), np.uint64)
     assert len(entries) == pages
     return int(np.count_nonzero(entries >> np.uint64(63))) * PAGE
+
+
+def cut(path: Path, slice_number: int, stride: int) -> None:
+    """Cut the file in the middle of a slice: after its first page, or before it if it has but one."""
+    os.truncate(path, HEADER_BYTES + slice_number * stride + (PAGE if stride > PAGE else 0))
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Return when the condition is true."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def without_direct_reads(monkeypatch: pytest.MonkeyPatch, when: str = "open") -> None:
+    """Make every file system refuse O_DIRECT when a file is opened, or only when it is read."""
+    really_open, really_read = os.open, os.preadv
+    refused: set[int] = set()
+
+    def open_(path: str, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECT and when == "open":
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        descriptor = really_open(path, flags, *rest)
+        refused.discard(descriptor)
+        if flags & os.O_DIRECT:
+            refused.add(descriptor)
+        return descriptor
+
+    def preadv(descriptor: int, *rest: Any) -> int:
+        if descriptor in refused:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return really_read(descriptor, *rest)
+
+    monkeypatch.setattr(store_module.os, "open", open_)
+    monkeypatch.setattr(store_module.os, "preadv", preadv)

@@ -13,9 +13,9 @@ import sparseflow
 ORDER = """
 errors sizes config quantize tiles layout limits kernels.isa kernels.threads kernels.packing
 packfile shards checkpoint encode journal packer pack demo_model
-extents store policy readers slots leases kernels.linear kernels.norms kernels.experts kernels.deltanet kernels.attention
+extents store policy readers slots waiting prefetch pins lease leases kernels.linear kernels.norms kernels.experts kernels.deltanet kernels.attention
 kernels.bandwidth page_cache
-weights state rotary replay prefetch decoder evidence trace session route_simulation route_evidence tokenizer memory activations footprint checks
+weights state rotary replay lookahead decoder evidence trace session route_simulation route_evidence tokenizer memory activations footprint checks
 messages chat sampling generate conversation model
 memory_speed disk_speed speed_of_light filesystem expectation doctor machine bench_matrix bench_prompt bench_plan bench_cell bench_process bench_transformers bench_peers bench_results benchmark bench_file bench_compare
 report.results report.charts report.bench_charts report.route_data report.page

@@ -125,6 +125,7 @@ class LeaseMachine(RuleBasedStateMachine):
         held.lease = self.table.acquire(layer, ids)
         assert held.lease.hit.tolist() == hits
         assert held.lease.addresses.tolist() == [self.store.address(layer, expert) for expert in sorted(experts)]
+        held.pending |= {key for key in held.keys if key >= self.first_bad}  # the end of the file took them
         self.open.append(held)
         return held
 

@@ -8,10 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from expert_store import without_direct_reads
 
 import sparseflow
 from sparseflow import demo_model
 from sparseflow.errors import CapacityError, OptionError, PackedModelError, SparseFlowError, StorageError
+from sparseflow.evidence import rss_bytes
 
 
 @pytest.mark.parametrize(
@@ -95,6 +97,78 @@ def test_a_cache_directory_that_cannot_be_made_is_named(tmp_path: Path, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(StorageError, match="XDG_CACHE_HOME"):
         demo_model.packed_folder()
+
+
+def closed_memory(folder: Path, **options: object) -> tuple[int, int]:
+    """(bytes of the cache while open, of those how many closing gave back)."""
+    model = sparseflow.load(folder, **options)
+    model.session().forward([1, 2, 3])
+    held = rss_bytes()
+    model.close()
+    return model.leases.slots * model.layout.stride, held - rss_bytes()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_closing_frees_the_resident_experts(packed_demo: Path, strict: bool) -> None:
+    cache, given_back = closed_memory(packed_demo, cache="resident", strict=strict)
+    assert given_back >= 0.9 * cache
+
+
+def test_a_load_that_fails_keeps_no_slots(packed_demo: Path) -> None:
+    def stop(what: str, done: int, total: int) -> None:
+        if what == "experts" and done == total:
+            raise KeyboardInterrupt
+
+    threads = len(os.listdir("/proc/self/task"))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        sparseflow.load(packed_demo, cache="resident", progress=stop)
+    assert len(os.listdir("/proc/self/task")) == threads  # none reads into slots, though the traceback still holds the model
+    assert caught.tb is not None
+
+
+@pytest.mark.parametrize("cache", ["1MiB", "resident"])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("direct", [False, True])
+def test_experts_cut_while_open(
+    packed_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str, strict: bool, direct: bool
+) -> None:
+    folder = shutil.copytree(packed_demo, tmp_path / "cut")
+    if not direct:
+        without_direct_reads(monkeypatch)
+    with sparseflow.load(folder, cache=cache, threads=2, strict=strict) as model:
+        assert model.leases.direct == (direct and (strict or cache == "resident"))
+        expected = model.session().forward([1, 2, 3]).tobytes()
+        os.truncate(folder / "experts.sfx", 8192)
+        if cache == "resident" and model.leases.direct:
+            assert model.session().forward([1, 2, 3]).tobytes() == expected  # slots are memory
+            return
+        with pytest.raises(StorageError, match=r"experts\.sfx: expert \d+ of layer \d+: the file was cut to 8192 bytes"):
+            for token in range(50):
+                model.session().forward([token])
+        assert (model.leases.pinned, model.leases.leases) == (0, 0)
+
+
+def test_a_forked_child_of_a_direct_model_is_told_to_open_its_own(packed_demo: Path) -> None:
+    with sparseflow.load(packed_demo, cache="resident", threads=2) as model:
+        expected = model.session().forward([1, 2, 3]).tobytes()
+
+        def child() -> None:
+            try:
+                model.session().forward([1, 2, 3])
+            except SparseFlowError as error:
+                model.close()
+                with sparseflow.load(packed_demo, cache="1MiB", threads=1) as own:
+                    sender.send((str(error), own.session().forward([1, 2, 3]).tobytes()))
+
+        fork = multiprocessing.get_context("fork")
+        receiver, sender = fork.Pipe(duplex=False)
+        process = fork.Process(target=child)
+        process.start()
+        assert receiver.poll(120), "the child hangs"
+        message, logits = receiver.recv()
+        process.join()
+        assert "of which this is a fork; open the model again in this one" in message and logits == expected
+        assert model.session().forward([1, 2, 3]).tobytes() == expected
 
 
 def test_a_forked_child_computes_the_same(packed_demo: Path) -> None:

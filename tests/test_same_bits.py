@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from expert_store import without_direct_reads
 from geometries import CASES
 from random_checkpoint import random_weights, write_checkpoint
 
@@ -76,6 +77,36 @@ def test_cache_and_chunks(packed: Path, baseline: bytes, each_isa: str, cache: s
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads(packed: Path, baseline: bytes, each_isa: str, threads: int) -> None:
     assert run_model(packed, smallest(packed), threads=threads, chunk=7) == baseline
+
+
+@pytest.mark.parametrize("cache", ["smallest", "resident"])
+def test_mapped_and_direct(packed: Path, baseline: bytes, monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
+    size = smallest(packed) if cache == "smallest" else cache
+    for direct in (True, False):
+        with sparseflow.load(packed, cache=size, threads=2, strict=cache == "smallest") as model:
+            assert model.leases.direct == direct
+            assert run(model.session(), 7, model.geometry.vocab_size) == baseline
+        without_direct_reads(monkeypatch)
+
+
+def test_reading_ahead_wherever_and_whatever(packed: Path, baseline: bytes) -> None:
+    with sparseflow.load(packed, cache=half(packed), threads=2, strict=True) as model:
+        layers, experts = model.geometry.num_hidden_layers, model.geometry.num_experts
+        rng = np.random.default_rng(4)
+        stop = threading.Event()
+
+        def read_ahead() -> None:
+            while not stop.is_set():
+                model.leases.prefetch(int(rng.integers(layers)), rng.permutation(experts).astype(np.int32), 0)
+
+        reader = threading.Thread(target=read_ahead)
+        reader.start()
+        try:
+            assert run(model.session(), 7, model.geometry.vocab_size) == baseline
+        finally:
+            stop.set()
+            reader.join()
+        assert model.leases.counters()["prefetches"] > 0
 
 
 def test_cold_and_warm(packed: Path, baseline: bytes) -> None:
