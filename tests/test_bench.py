@@ -209,6 +209,24 @@ def test_a_folder_that_is_no_packed_model(tmp_path: Path) -> None:
     assert result.exit_code == 4 and str(tmp_path) in told(result)
 
 
+def test_the_command_run_may_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    ways = [["absent"], ["run", "absent"], ["--tokens", "4", "absent"]]
+    results = [CliRunner().invoke(main, way, prog_name="sf-bench") for way in ways]
+    assert [(result.exit_code, told(result)) for result in results] == [(4, "absent: no such folder")] * 3
+    assert told(bench("./run")).startswith("run: is not a packed model")
+    result = CliRunner().invoke(main, ["run"], prog_name="sf-bench")
+    assert result.exit_code == 2 and "Missing argument 'MODEL'" in told(result)
+
+
+def test_help_names_every_command() -> None:
+    result = CliRunner().invoke(main, ["--help"], prog_name="sf-bench")
+    assert result.exit_code == 0 and all(f"  {name} " in result.stdout for name in main.commands)
+    result = CliRunner().invoke(main, ["run", "--help"], prog_name="sf-bench")
+    assert result.exit_code == 0 and "--repeats" in result.stdout
+
+
 def test_a_cell_that_does_not_fit_in_memory_is_not_run(packed_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     footprint = Footprint.of(read_manifest(packed_demo))
     fits = footprint.run_bytes(1 << 20, 50) + benchmark.INTERPRETER_BYTES

@@ -1,4 +1,4 @@
-"""`sf-bench MODEL`: measure a model, several times over, each run in a process of its own."""
+"""The `sf-bench` command, and `sf-bench MODEL`: measure a model, several times over, each run in a process of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import click
 
 from sparseflow.bench_prompt import bench_prompt
 from sparseflow.benchmark import Benchmark, Workload, plan_cells
-from sparseflow.cli.options import EXIT_STATUSES, SparseFlowCommand
+from sparseflow.cli.options import EXIT_STATUSES, DefaultCommandGroup
 from sparseflow.errors import CapacityError, OptionError, StorageError
 from sparseflow.footprint import Footprint
 from sparseflow.kernels import isa
@@ -33,7 +33,21 @@ _TERMINAL_SECONDS = 0.2
 _GIGA = 1e9
 
 
-@click.command(cls=SparseFlowCommand, epilog=EXIT_STATUSES)
+@click.group(cls=DefaultCommandGroup, epilog=EXIT_STATUSES)
+def main() -> None:
+    """Measure a packed model. MODEL is a folder made by sf-pack, or "demo".
+
+    The command run may be left out: "sf-bench MODEL ..." is "sf-bench run MODEL ...". A folder that is called as a command is
+    given as ./NAME.
+
+    \b
+    Examples:
+      sf-bench demo --cache 1MiB --cache resident --repeats 2
+      sf-bench run --help
+    """
+
+
+@main.command(epilog=EXIT_STATUSES)
 @click.argument("model")
 @click.option("--cache", "caches", multiple=True, default=["auto"], show_default=True, metavar="SIZE",
               help="Memory for routed experts, as for 'sparseflow run'; give it several times to compare.")
@@ -47,8 +61,8 @@ _GIGA = 1e9
 @click.option("--threads", type=int, metavar="N", help="Compute threads.  [default: the cores this process may use]")
 @click.option("--out", type=click.Path(file_okay=False), metavar="DIR", help=f"Write DIR/{RESULTS_FILE}.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON instead of a table.")
-def main(model: str, caches: tuple[str, ...], cold: bool, strict: bool, replay: str | None, prompt_tokens: int | None, tokens: int,
-         repeats: int, threads: int | None, out: str | None, as_json: bool) -> None:
+def run(model: str, caches: tuple[str, ...], cold: bool, strict: bool, replay: str | None, prompt_tokens: int | None, tokens: int,
+        repeats: int, threads: int | None, out: str | None, as_json: bool) -> None:
     """Measure MODEL: time to first token, tokens per second, memory, cache hits, bytes read from the disk, and how close all that
     comes to what this machine's memory and disk allow.
 

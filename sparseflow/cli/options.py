@@ -140,6 +140,17 @@ class SparseFlowGroup(_ExitStatus, click.Group):
     command_class = SparseFlowCommand
 
 
+class DefaultCommandGroup(SparseFlowGroup):
+    """A group whose first word may be left out: where it is not one of the group's commands, `default_command` is meant."""
+
+    default_command = "run"
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = [self.default_command, *args]
+        return super().parse_args(ctx, args)
+
+
 def _apply(options: list[Callable[[Command], Command]]) -> Callable[[Command], Command]:
     def decorate(command: Command) -> Command:
         for option in reversed(options):
