@@ -13,6 +13,7 @@ from sparseflow.conversation import Conversation
 from sparseflow.errors import (
     CapacityError,
     CheckpointError,
+    NonFiniteError,
     OptionError,
     PackedModelError,
     SparseFlowError,
@@ -34,6 +35,7 @@ __all__ = [
     "Conversation",
     "Generation",
     "Model",
+    "NonFiniteError",
     "OptionError",
     "PackedModelError",
     "RouteReplay",

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparseflow.config import Geometry
+from sparseflow.finite import require_finite_residual
 from sparseflow.kernels.attention import gated_attention
 from sparseflow.kernels.deltanet import causal_conv, gated_delta
 from sparseflow.kernels.experts import ExpertBatch, combine, route
@@ -241,7 +242,9 @@ class Decoder:
         experts: ExpertLayout,
         leases: LeaseTable,
         threads: int,
+        check_finite: bool = False,
     ) -> None:
+        self.check_finite = check_finite
         self.embed_tokens = embed_tokens
         self.layers = [
             DecoderLayer(core, layer, geometry, experts, leases, threads) for layer in range(geometry.num_hidden_layers)
@@ -266,9 +269,13 @@ class Decoder:
         replay: experts chosen beforehand, which the routers then only weight.
         """
         x = self.embed_tokens(ids)
+        if self.check_finite:
+            require_finite_residual(x, "the embedding", state.position)
         cosine, sine = self.rotary(state.position, len(ids))
         for layer, layer_state in zip(self.layers, state.layers, strict=True):
             layer(x, layer_state, state.position, cosine, sine, trace, replay)
+            if self.check_finite:
+                require_finite_residual(x, f"layer {layer.mlp.layer}", state.position)
         state.position += len(ids)
         if logits == 0:
             return np.empty((0, self.lm_head.rows), np.float32)

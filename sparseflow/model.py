@@ -39,6 +39,7 @@ def load(
     strict: bool = False,
     context: int | None = None,
     prefill_chunk: int = 512,
+    check_finite: bool = False,
     progress: Progress | None = None,
 ) -> Model:
     """Opens a packed model.
@@ -51,6 +52,8 @@ def load(
         strict: evicted experts are also dropped from the page cache, so that the bound holds for the machine.
         context: the most tokens of one session; None for the model's own limit.
         prefill_chunk: tokens fed at once; more need more memory and fewer passes over the experts.
+        check_finite: after every layer, look for NaN and infinity, and name the layer where they began. Without it they are found in
+            the logits, too, but not where they come from.
         progress: called as progress(what, done, total) with bytes while weights are read.
 
     Raises PackedModelError for a folder that is no complete packed model, OptionError for a bad argument, CapacityError when the
@@ -64,8 +67,10 @@ def load(
         raise OptionError(f"prefill_chunk is {prefill_chunk!r}: give a whole number of at least 1")
     if not isinstance(strict, bool):
         raise OptionError(f"strict is {strict!r}: give True or False")
+    if not isinstance(check_finite, bool):
+        raise OptionError(f"check_finite is {check_finite!r}: give True or False")
     slots = Footprint.of(manifest).cache_slots(cache, context)
-    return Model(manifest, slots, cache == "resident", threads, strict, context, prefill_chunk, progress)
+    return Model(manifest, slots, cache == "resident", threads, strict, context, prefill_chunk, check_finite, progress)
 
 
 class Model:
@@ -91,6 +96,7 @@ class Model:
         strict: bool,
         context: int,
         prefill_chunk: int,
+        check_finite: bool,
         progress: Progress | None,
     ) -> None:
         self.manifest = manifest
@@ -107,7 +113,7 @@ class Model:
             core = DenseCore(manifest, drop_page_cache=strict, progress=_labelled(progress, "dense core"))
             self.core_bytes = core.nbytes
             self.leases = LeaseTable(self.store, slots)
-            self.decoder = Decoder(core, Embedding(manifest), g, self.layout, self.leases, threads)
+            self.decoder = Decoder(core, Embedding(manifest), g, self.layout, self.leases, threads, check_finite)
             if resident:
                 self.leases.admit_all(_labelled(progress, "experts"))
         except BaseException:

@@ -11,7 +11,7 @@ import pytest
 import sparseflow
 
 ORDER = """
-errors sizes config quantize tiles layout packfile shards checkpoint encode journal packer pack demo_model
+errors finite sizes config quantize tiles layout packfile shards checkpoint encode journal packer pack demo_model
 extents store policy slots leases kernels.isa kernels.threads kernels.linear kernels.norms kernels.experts kernels.deltanet kernels.attention
 kernels.bandwidth page_cache
 weights state rotary replay decoder trace evidence session memory footprint tokenizer messages chat sampling generate conversation model

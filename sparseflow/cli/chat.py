@@ -31,7 +31,8 @@ from sparseflow.errors import CapacityError, OptionError
 @engine_options
 @output_options
 def chat(model: str, system: str | None, thinking: bool | None, max_new_tokens: int, stop: tuple[str, ...], cache: str,
-         threads: int | None, strict: bool, context: int | None, as_json: bool, trace_file: str | None, **sampling: Any) -> None:
+         threads: int | None, strict: bool, context: int | None, check_finite: bool, as_json: bool, trace_file: str | None,
+         **sampling: Any) -> None:
     """Talk with MODEL: one line is one message. Each turn computes only what is new in the conversation.
 
     /reset forgets the conversation, /exit or the end of input ends it. Ctrl-C stops an answer; at the prompt it ends the chat.
@@ -47,7 +48,9 @@ def chat(model: str, system: str | None, thinking: bool | None, max_new_tokens: 
     check_early(sampling, stop, trace_file)
     start = [] if system is None else [{"role": "system", "content": system}]
     interactive = is_terminal()
-    with open_model(model, cache=cache, threads=threads, strict=strict, context=context) as opened, sparseflow.Conversation(
+    with open_model(
+        model, cache=cache, threads=threads, strict=strict, context=context, check_finite=check_finite
+    ) as opened, sparseflow.Conversation(
             opened, messages=start, max_new_tokens=max_new_tokens, stop=stop, enable_thinking=thinking, **sampling) as conversation:
         turn = 0
         while (line := read_line(interactive)) is not None:

@@ -30,7 +30,7 @@ _CACHE_SIZES = 8
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for machines instead of text.")
 @click.option("--trace", "trace_file", metavar="FILE", help="Also tell what is in a trace that run or chat saved.")
 def inspect(model: str, max_new_tokens: int, stop: tuple[str, ...], cache: str, threads: int | None, strict: bool, context: int | None,
-            as_json: bool, trace_file: str | None, **sampling: Any) -> None:
+            check_finite: bool, as_json: bool, trace_file: str | None, **sampling: Any) -> None:
     """Tell the geometry of MODEL, the sizes of its parts, and what one token costs in bytes. No weights are read.
 
     With the options of a run it also tells what that run would hold in memory and how it would sample; with --trace, what a run
@@ -46,6 +46,7 @@ def inspect(model: str, max_new_tokens: int, stop: tuple[str, ...], cache: str, 
     check_early(sampling, stop, None)
     manifest = read_manifest(model_folder(model))
     described = describe(manifest, cache, check_context(context, manifest.geometry), check_threads(threads), strict)
+    described["run"]["check_finite"] = check_finite
     described["run"]["sampling"] = {
         "max_new_tokens": max_new_tokens, "stop": stop, **asdict(SamplingOptions().replace(**sampling))}
     if trace_file is not None:
