@@ -26,6 +26,7 @@ from sparseflow.replay import RouteReplay
 from sparseflow.sampling import SamplingOptions
 from sparseflow.session import Session
 from sparseflow.trace import RouteTrace
+from sparseflow.verify import Verification, verify_model
 
 __version__ = version("sparseflow")
 
@@ -44,6 +45,8 @@ __all__ = [
     "Session",
     "SparseFlowError",
     "StorageError",
+    "Verification",
     "load",
     "pack_checkpoint",
+    "verify_model",
 ]

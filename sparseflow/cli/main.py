@@ -8,6 +8,7 @@ from sparseflow.cli.chat import chat
 from sparseflow.cli.inspect import inspect
 from sparseflow.cli.options import EXIT_STATUSES, SparseFlowGroup
 from sparseflow.cli.run import run
+from sparseflow.cli.verify import verify
 
 
 @click.group(cls=SparseFlowGroup, epilog=EXIT_STATUSES)
@@ -22,9 +23,11 @@ def main() -> None:
       sparseflow run demo "The red fox" --cache 1MiB
       sparseflow chat demo
       sparseflow inspect demo
+      sparseflow verify demo
     """
 
 
 main.add_command(run)
 main.add_command(chat)
 main.add_command(inspect)
+main.add_command(verify)

@@ -70,8 +70,9 @@ class ProgressLine:
     On a terminal one line is rewritten; elsewhere a line is added now and then.
     """
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic, label: str = "packing") -> None:
         self.stream = stream
+        self.label = label
         self.clock = clock
         self.terminal = stream.isatty()
         self.begun: tuple[float, int] | None = None
@@ -92,7 +93,7 @@ class ProgressLine:
         self.due = now + (_TERMINAL_SECONDS if self.terminal else _LOG_SECONDS)
         speed = (done - before) / (now - start)
         left = _duration((total - done) / speed) if speed > 0 else "?"
-        text = f"packing: {done / total:4.0%} of {format_bytes(total)}, {format_bytes(int(speed))}/s, {left} left"
+        text = f"{self.label}: {done / total:4.0%} of {format_bytes(total)}, {format_bytes(int(speed))}/s, {left} left"
         self.stream.write(f"\r{text}\x1b[K" if self.terminal else f"{text}\n")
         self.stream.flush()
         self.shown = True
