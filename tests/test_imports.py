@@ -15,8 +15,9 @@ errors finite sizes config quantize tiles layout manifest_text packfile shards c
 extents store policy slots leases kernels.isa kernels.threads kernels.linear kernels.norms kernels.experts kernels.deltanet kernels.attention
 kernels.bandwidth page_cache
 weights state rotary replay decoder trace evidence session memory footprint tokenizer messages chat sampling generate conversation model
+likelihood transformers_model questions quality divergence
 memory_speed disk_speed speed_of_light machine bench_cell bench_process bench_prompt bench_results benchmark
-cli.options cli.pack cli.verify cli.run cli.chat cli.inspect cli.bench cli.main
+cli.options cli.pack cli.verify cli.run cli.chat cli.inspect cli.table cli.against cli.quality cli.perplexity cli.bench cli.main
 """.split()
 ALLOWED_OUTSIDE = {"numpy", "click", "safetensors", "tokenizers", "jinja2"}
 SHARED_FIRST_LINE = (

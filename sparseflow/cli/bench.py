@@ -16,6 +16,9 @@ import click
 from sparseflow.bench_prompt import bench_prompt
 from sparseflow.benchmark import Benchmark, Workload, plan_cells
 from sparseflow.cli.options import EXIT_STATUSES, DefaultCommandGroup
+from sparseflow.cli.perplexity import perplexity
+from sparseflow.cli.quality import quality
+from sparseflow.cli.table import table
 from sparseflow.errors import CapacityError, OptionError, StorageError
 from sparseflow.footprint import Footprint
 from sparseflow.kernels import isa
@@ -44,7 +47,13 @@ def main() -> None:
     Examples:
       sf-bench demo --cache 1MiB --cache resident --repeats 2
       sf-bench run --help
+      sf-bench quality demo --questions bench/quality_public.jsonl
+      sf-bench perplexity demo --text story.txt
     """
+
+
+main.add_command(quality)
+main.add_command(perplexity)
 
 
 @main.command(epilog=EXIT_STATUSES)
@@ -222,16 +231,6 @@ def middle_bytes(values: Sequence[float | None]) -> str:
 def spread(values: Sequence[float], form: str) -> str:
     """Median and range."""
     return f"{middle(values, form)} ({form.format(min(values))}–{form.format(max(values))})"
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table, the first row its headings; the first column to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    rule = [f"{'-' * width}" if column == 0 else f"{'-' * (width - 1)}:" for column, width in enumerate(widths)]
-    aligned = [
-        [row[0].ljust(widths[0]), *(value.rjust(width) for value, width in zip(row[1:], widths[1:], strict=True))] for row in rows
-    ]
-    return [f"| {' | '.join(row)} |" for row in (aligned[0], rule, *aligned[1:])]
 
 
 # --- the file ---
