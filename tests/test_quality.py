@@ -144,7 +144,7 @@ def test_accuracy_by_task_and_comparison() -> None:
     found = accuracies(questions, mine)
     assert list(found) == ["s", "t", "all"]
     assert [found[task]["sum"].right for task in found] == [1, 0, 1]
-    assert [found[task]["character"].right for task in found] == [1, 0, 2]
+    assert [found[task]["character"].right for task in found] == [2, 0, 2]
     other = [mine[0], Score("b", (-1.25, -0.5), (1, 2), (1, 1)), mine[2]]
     comparison = compare(mine, other)
     assert comparison.agreements("sum") == 2 and comparison.identical == 2
