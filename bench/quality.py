@@ -19,7 +19,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict
 from functools import cached_property
@@ -34,8 +34,9 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests"), str(ROOT / "tools" / "demo")]
 
 import sparseflow  # noqa: E402
-from corpus import write_corpus  # noqa: E402
-from outliers import write_outlier_checkpoint  # noqa: E402
+from corpus import DocumentSource, write_corpus  # noqa: E402
+from equalise import equalised  # noqa: E402
+from outliers import write_changed_checkpoint  # noqa: E402
 from schemes import SCHEMES, rounded_logits  # noqa: E402
 from sparseflow import demo_model  # noqa: E402
 from sparseflow.cli.options import SparseFlowCommand  # noqa: E402
@@ -48,13 +49,16 @@ from sparseflow.packfile import read_manifest  # noqa: E402
 from sparseflow.quality import WAYS, Score, accuracies, compare, score_questions  # noqa: E402
 from sparseflow.questions import read_questions  # noqa: E402
 from sparseflow.tokenizer import Tokenizer  # noqa: E402
+from special_tokens import END_OF_TEXT  # noqa: E402
 
 QUESTIONS = ROOT / "bench" / "quality_public.jsonl"
 RESULTS = ROOT / "bench" / "results" / "quality.json"
 UNSEEN_SEED = 20_250_607
 TEXT_TOKENS = 20_480
 SCHEME_TOKENS = 2_560
-WINDOW = 512
+OUTLIER_TOKENS = 1_024
+WINDOW = 256
+CUT_WINDOW = 512
 SPEED_TOKENS = 200
 
 MEAN_KL = 2.0e-4
@@ -64,11 +68,23 @@ NATS_FROM_TIE = 1.5
 
 
 def unseen_ids(tokens: int) -> list[int]:
-    """Token ids of generated text, of a seed that neither training nor the tokenizer used."""
-    text = write_corpus(UNSEEN_SEED, 8 * tokens)
-    ids = Tokenizer.from_folder(demo_model.checkpoint_folder()).encode(text)[:tokens]
-    assert len(ids) == tokens
-    return ids
+    """Windows of WINDOW token ids end to end, each from the start of a document, as tools/demo/evaluate.py makes them; the documents are
+    of a seed that neither training nor the tokenizer used."""
+    tokenizer = Tokenizer.from_folder(demo_model.checkpoint_folder())
+    documents = iter(DocumentSource(UNSEEN_SEED))
+    ids: list[int] = []
+    while len(ids) < tokens:
+        window: list[int] = []
+        while len(window) < WINDOW:
+            window += tokenizer.encode(next(documents) + END_OF_TEXT)
+        ids += window[:WINDOW]
+    return ids[:tokens]
+
+
+def cut_anywhere(tokens: int) -> list[int]:
+    """The same documents one after the other, to be cut where a window ends: most windows then begin amid a document, which the demo was
+    never trained on."""
+    return Tokenizer.from_folder(demo_model.checkpoint_folder()).encode(write_corpus(UNSEEN_SEED, 8 * tokens))[:tokens]
 
 
 class Packs:
@@ -81,12 +97,17 @@ class Packs:
     @cached_property
     def outliers(self) -> Path:
         """The checkpoint with outlier channels."""
-        return write_outlier_checkpoint(demo_model.checkpoint_folder(), self.folder / "outliers")
+        return write_changed_checkpoint(demo_model.checkpoint_folder(), self.folder / "outliers")
 
-    def open(self, kind: str, *, cache: str | int = "resident", outliers: bool = False) -> EngineModel:
-        """A pack of kind int8 or bf16."""
-        checkpoint = self.outliers if outliers else demo_model.checkpoint_folder()
-        folder = self.folder / f"{'outliers' if outliers else 'demo'}-{kind}"
+    @cached_property
+    def equalised(self) -> Path:
+        """The same with its channels evened out again."""
+        return write_changed_checkpoint(self.outliers, self.folder / "equalised", equalised)
+
+    def open(self, kind: str, *, cache: str | int = "resident", checkpoint: Path | None = None) -> EngineModel:
+        """A pack of kind int8 or bf16, of the demo or of another checkpoint."""
+        checkpoint = checkpoint or demo_model.checkpoint_folder()
+        folder = self.folder / f"{checkpoint.name}-{kind}"
         if not folder.exists():
             sparseflow.pack_checkpoint(checkpoint, folder, experts=kind, dense=kind)
         return EngineModel(sparseflow.load(folder, cache=cache, threads=self.threads))
@@ -138,10 +159,10 @@ def questions(packs: Packs) -> dict[str, Any]:
     }
 
 
-def measured(packs: Packs, tokens: int, *, outliers: bool) -> TextMeasure:
-    """INT8 against BF16 on unseen text."""
-    with closing(packs.open("int8", outliers=outliers)) as model, closing(packs.open("bf16", outliers=outliers)) as reference:
-        return measure_text(model, unseen_ids(tokens), WINDOW, reference)
+def measured(packs: Packs, ids: list[int], window: int, checkpoint: Path | None = None) -> TextMeasure:
+    """INT8 against BF16 on a text."""
+    with closing(packs.open("int8", checkpoint=checkpoint)) as model, closing(packs.open("bf16", checkpoint=checkpoint)) as reference:
+        return measure_text(model, ids, window, reference)
 
 
 def told(measure: TextMeasure) -> dict[str, Any]:
@@ -156,22 +177,28 @@ def told(measure: TextMeasure) -> dict[str, Any]:
 
 
 def divergence(packs: Packs) -> dict[str, Any]:
-    """The demo as it is."""
-    return told(measured(packs, TEXT_TOKENS, outliers=False))
+    """The demo as it is. The bounds are for windows that begin as documents do; the other figure is there to be seen."""
+    click.echo(f"windows of {WINDOW} from the start of a document")
+    found = told(measured(packs, unseen_ids(TEXT_TOKENS + 1), WINDOW))
+    click.echo(f"windows of {CUT_WINDOW} cut anywhere")
+    return found | {"cut_anywhere": told(measured(packs, cut_anywhere(TEXT_TOKENS), CUT_WINDOW))}
 
 
 def outliers(packs: Packs) -> dict[str, Any]:
-    """The demo with outlier channels."""
-    return told(measured(packs, SCHEME_TOKENS, outliers=True))
+    """The demo with outlier channels, and with these evened out before packing."""
+    click.echo("as it is")
+    found = told(measured(packs, unseen_ids(SCHEME_TOKENS + 1), WINDOW, packs.outliers))
+    click.echo("channels evened out before packing (bench/equalise.py)")
+    return found | {"equalised": told(measured(packs, unseen_ids(SCHEME_TOKENS + 1), WINDOW, packs.equalised))}
 
 
 class Simulated:
-    """A rounding scheme as a LanguageModel; the windows are asked for in their order."""
+    """A simulation as a LanguageModel; the windows are asked for in their order."""
 
-    def __init__(self, name: str, folder: Path, scheme: Any, windows: list[list[int]]) -> None:
+    def __init__(self, name: str, logits: Iterable[NDArray[np.float32]]) -> None:
         self.name = name
         self.vocab_size = 4096
-        self._logits = rounded_logits(folder, scheme, windows)
+        self._logits = iter(logits)
 
     def logits(self, ids: Any) -> Iterator[NDArray[np.float32]]:
         """The next window."""
@@ -186,16 +213,17 @@ class Simulated:
 
 
 def schemes(packs: Packs) -> dict[str, Any]:
-    """Bytes and KL of each scheme, on the demo and with outlier channels."""
+    """Bytes and KL of each scheme, on the demo and with outlier channels: without rounding both compute the same."""
     ids = unseen_ids(SCHEME_TOKENS + 1)
     windows = [ids[start : start + WINDOW] for start in range(0, SCHEME_TOKENS, WINDOW)]
+    plain = list(rounded_logits(demo_model.checkpoint_folder(), None, windows))
     rows = [("scheme, simulated", "bytes a weight", "KL", "top-1", "KL, outliers", "top-1, outliers")]
     found = {}
     for scheme in SCHEMES:
         measures = []
-        for folder in (demo_model.checkpoint_folder(), packs.outliers):
-            model, plain = (Simulated(scheme.name, folder, each, windows) for each in (scheme, None))
-            against = measure_text(model, ids, WINDOW, plain).against
+        for folder, count in ((demo_model.checkpoint_folder(), SCHEME_TOKENS), (packs.outliers, OUTLIER_TOKENS)):
+            model = Simulated(scheme.name, rounded_logits(folder, scheme, windows))
+            against = measure_text(model, ids[: count + 1], WINDOW, Simulated("not rounded", plain)).against
             assert against is not None
             measures.append(against)
         size = scheme.bytes_per_weight()
@@ -204,7 +232,7 @@ def schemes(packs: Packs) -> dict[str, Any]:
         found[scheme.name] = {"bytes_per_weight": size, "demo": asdict(measures[0]), "outliers": asdict(measures[1])}
         click.echo(scheme.name, err=True)
     click.echo("\n".join(table(rows)))
-    return {"tokens": SCHEME_TOKENS, "schemes": found, "misses": []}
+    return {"tokens": SCHEME_TOKENS, "outlier_tokens": OUTLIER_TOKENS, "schemes": found, "misses": []}
 
 
 def speed(packs: Packs) -> dict[str, Any]:

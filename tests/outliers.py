@@ -7,6 +7,7 @@ factor is a power of two, so bfloat16 weights stay exact; the norms are stored i
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 
 from checkpoints import Stored, write_safetensors
 from reference.checkpoint import read_safetensors
+
+Tensors = dict[str, NDArray[np.float32]]
 
 CHANNELS = (5, 52, 53, 111)
 FACTOR = np.float32(64)
@@ -31,26 +34,40 @@ FOLLOWERS = {
 """Norm -> the matrices of its layer that read what it gives."""
 
 
-def with_outliers(tensors: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
-    """The tensors of an unfused or fused text checkpoint, with outlier channels in every norm."""
-    changed = {name: tensor.copy() for name, tensor in tensors.items()}
-    followers = {"model.norm.weight": ["lm_head.weight"]}
+def followers(tensors: Tensors) -> dict[str, list[str]]:
+    """Norm -> the matrices whose columns meet its channels, of a text checkpoint with fused experts."""
+    found = {"model.norm.weight": ["lm_head.weight"]}
     for name in tensors:
-        layer, _, norm = name.rpartition("layers.")[2].partition(".")
+        norm = name.rpartition("layers.")[2].partition(".")[2]
         if norm in FOLLOWERS:
             prefix = name.removesuffix(norm)
-            followers[name] = [prefix + follower for follower in FOLLOWERS[norm] if prefix + follower in tensors]
-    for norm, matrices in followers.items():
-        changed[norm][list(CHANNELS)] = FACTOR * (1 + changed[norm][list(CHANNELS)]) - 1
+            found[name] = [prefix + follower for follower in FOLLOWERS[norm] if prefix + follower in tensors]
+    return found
+
+
+def scaled(tensors: Tensors, factor_of: Callable[[str, list[str]], NDArray[np.float32]]) -> Tensors:
+    """The same function with other channels: each norm times `factor_of(norm, its matrices)` [hidden], powers of two, and the columns
+    divided by it."""
+    changed = {name: tensor.copy() for name, tensor in tensors.items()}
+    for norm, matrices in followers(tensors).items():
+        factor = factor_of(norm, matrices)
+        changed[norm] = factor * (1 + changed[norm]) - 1
         for matrix in matrices:
-            changed[matrix][..., list(CHANNELS)] /= FACTOR
+            changed[matrix] /= factor
     return changed
 
 
-def write_outlier_checkpoint(source: Path, target: Path) -> Path:
-    """The checkpoint of one shard in `source` with outlier channels, written to the new folder `target`."""
+def with_outliers(tensors: Tensors) -> Tensors:
+    """With outlier channels in every norm."""
+    factor = np.ones(len(tensors["model.norm.weight"]), np.float32)
+    factor[list(CHANNELS)] = FACTOR
+    return scaled(tensors, lambda norm, matrices: factor)
+
+
+def write_changed_checkpoint(source: Path, target: Path, change: Callable[[Tensors], Tensors] = with_outliers) -> Path:
+    """The checkpoint of one shard in `source`, changed, written to the new folder `target`."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors", "*.py", "__pycache__"))
-    tensors = with_outliers(read_safetensors(source / "model.safetensors"))
+    tensors = change(read_safetensors(source / "model.safetensors"))
     stored = {
         name: Stored.of(tensor, "F32" if name.endswith(("layernorm.weight", "model.norm.weight")) else "BF16")
         for name, tensor in tensors.items()
