@@ -20,7 +20,7 @@ import numpy as np
 
 from sparseflow.bench_cell import Run
 from sparseflow.bench_process import run_in_process
-from sparseflow.cli.bench import table
+from sparseflow.cli.table import table
 from sparseflow.cli.options import SparseFlowCommand
 from sparseflow.errors import SparseFlowError
 from sparseflow.kernels.threads import default_threads

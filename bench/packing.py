@@ -38,7 +38,7 @@ from checkpoints import shapes, write_config  # noqa: E402
 from make_model import QWEN36  # noqa: E402
 
 from sparseflow import page_cache  # noqa: E402
-from sparseflow.cli.bench import table  # noqa: E402
+from sparseflow.cli.table import table  # noqa: E402
 from sparseflow.cli.options import SparseFlowCommand  # noqa: E402
 from sparseflow.encode import as_bf16_bits, pack_expert  # noqa: E402
 from sparseflow.errors import StorageError  # noqa: E402

@@ -24,7 +24,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from sparseflow.cli.bench import table
+from sparseflow.cli.table import table
 from sparseflow.cli.options import SparseFlowCommand
 from sparseflow.leases import LeaseTable
 from sparseflow.packfile import HEADER_BYTES, KIND_EXPERTS, Header

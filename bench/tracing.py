@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 import sparseflow
 from sparseflow.bench_prompt import bench_prompt
-from sparseflow.cli.bench import ProgressLine, table
+from sparseflow.cli.progress import ProgressLine
+from sparseflow.cli.table import table
 from sparseflow.cli.options import SparseFlowCommand, open_model
 from sparseflow.packfile import read_manifest
 from sparseflow.session import Session

@@ -13,6 +13,7 @@ from sparseflow.conversation import Conversation
 from sparseflow.errors import (
     CapacityError,
     CheckpointError,
+    NonFiniteError,
     OptionError,
     PackedModelError,
     SparseFlowError,
@@ -25,6 +26,7 @@ from sparseflow.replay import RouteReplay
 from sparseflow.sampling import SamplingOptions
 from sparseflow.session import Session
 from sparseflow.trace import RouteTrace
+from sparseflow.verify import Verification, verify_model
 
 __version__ = version("sparseflow")
 
@@ -34,6 +36,7 @@ __all__ = [
     "Conversation",
     "Generation",
     "Model",
+    "NonFiniteError",
     "OptionError",
     "PackedModelError",
     "RouteReplay",
@@ -42,6 +45,8 @@ __all__ = [
     "Session",
     "SparseFlowError",
     "StorageError",
+    "Verification",
     "load",
     "pack_checkpoint",
+    "verify_model",
 ]

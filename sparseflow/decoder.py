@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparseflow.config import Geometry
+from sparseflow.finite import require_finite_residual
 from sparseflow.kernels.attention import gated_attention
 from sparseflow.kernels.deltanet import causal_conv, gated_delta
 from sparseflow.kernels.experts import ExpertBatch, combine, compute_together, route
@@ -287,7 +288,9 @@ class Decoder:
         leases: LeaseTable,
         threads: int,
         prefetch: bool,
+        check_finite: bool,
     ) -> None:
+        self.check_finite = check_finite
         self.embed_tokens = embed_tokens
         self.layers = [
             DecoderLayer(core, layer, geometry, experts, leases, threads) for layer in range(geometry.num_hidden_layers)
@@ -322,6 +325,8 @@ class Decoder:
         replay: experts chosen beforehand, which the routers then only weight.
         """
         x = self.embed_tokens(ids)
+        if self.check_finite:
+            require_finite_residual(x, "the embedding", state.position)
         cosine, sine = self.rotary(state.position, len(ids))
         result = np.empty((0, self.lm_head.rows), np.float32)
         guesses: Guesses | None = None
@@ -330,6 +335,9 @@ class Decoder:
         with Step(self.threads) as step:
             for layer, layer_state in zip(self.layers, state.layers, strict=True):
                 layer(x, layer_state, state.position, cosine, sine, step, guesses, usage, trace, replay)
+                if self.check_finite:
+                    step.run()
+                    require_finite_residual(x, f"layer {layer.mlp.layer}", state.position)
             if logits > 0:
                 result = self.lm_head(Activations(self.norm(x[-logits:]), self.threads))
         state.position += len(ids)

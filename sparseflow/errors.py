@@ -40,3 +40,9 @@ class StorageError(SparseFlowError):
     """The disk refused a read or a write, or has no room. Exit status 6."""
 
     exit_status = 6
+
+
+class NonFiniteError(SparseFlowError):
+    """NaN or infinity arose in a forward, so there is no answer. Exit status 7."""
+
+    exit_status = 7

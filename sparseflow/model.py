@@ -42,6 +42,7 @@ def load(
     prefill_chunk: int = PREFILL_CHUNK,
     prefetch: bool = True,
     force: bool = False,
+    check_finite: bool = False,
     progress: Progress | None = None,
 ) -> Model:
     """Opens a packed model.
@@ -57,6 +58,8 @@ def load(
         prefetch: in a strict run, read ahead the experts that the next layer is likely to choose, as long as the guesses are mostly right.
             It changes no result.
         force: load even what does not fit in the available memory, and may be killed for it.
+        check_finite: after every layer, look for NaN and infinity, and name the layer where they began. Without it they are found in
+            the logits, too, but not where they come from.
         progress: called as progress(what, done, total) with bytes while weights are read.
 
     The quick checks of `sparseflow doctor` are made first; `Model.warnings` tells what they warn of. Raises PackedModelError for a
@@ -70,7 +73,7 @@ def load(
     context = check_context(context, manifest.geometry)
     if isinstance(prefill_chunk, bool) or not isinstance(prefill_chunk, int) or prefill_chunk < 1:
         raise OptionError(f"prefill_chunk is {prefill_chunk!r}: give a whole number of at least 1")
-    for name, value in (("strict", strict), ("prefetch", prefetch), ("force", force)):
+    for name, value in (("strict", strict), ("prefetch", prefetch), ("force", force), ("check_finite", check_finite)):
         if not isinstance(value, bool):
             raise OptionError(f"{name} is {value!r}: give True or False")
     footprint = Footprint.of(manifest)
@@ -80,7 +83,7 @@ def load(
         if check.status == "fail" and not force:
             raise CapacityError(f"{check.text}: {check.advice}, or force it (--force, force=True)")
     warnings = tuple(f"{check.text}: {check.advice}" for check in checks if check.status in ("warning", "fail"))
-    return Model(manifest, slots, cache == "resident", threads, strict, context, prefill_chunk, prefetch, progress, warnings)
+    return Model(manifest, slots, cache == "resident", threads, strict, context, prefill_chunk, prefetch, check_finite, progress, warnings)
 
 
 class Model:
@@ -108,6 +111,7 @@ class Model:
         context: int,
         prefill_chunk: int,
         prefetch: bool,
+        check_finite: bool,
         progress: Progress | None,
         warnings: tuple[str, ...] = (),
     ) -> None:
@@ -127,7 +131,7 @@ class Model:
             self.core_bytes = core.nbytes
             # Past the page cache where it must not, or need not, hold the same bytes a second time.
             self.leases = LeaseTable(self.store, slots, direct=self.store.direct and (strict or resident))
-            self.decoder = Decoder(core, Embedding(manifest), g, self.layout, self.leases, threads, prefetch)
+            self.decoder = Decoder(core, Embedding(manifest), g, self.layout, self.leases, threads, prefetch, check_finite)
             if resident:
                 self.leases.admit_all(_labelled(progress, "experts"))
         except BaseException:

@@ -12,6 +12,7 @@ import hashlib
 import os
 import shutil
 import struct
+import zlib
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -73,9 +74,8 @@ def pack_checkpoint(
                 try:
                     with Packer(checkpoint, folder, headers, progress) as packer:
                         packer.run(journal)
-                    for name in copied:
-                        _copy(checkpoint.folder / name, folder / name)
-                    manifest = _manifest(checkpoint, identity, headers, journal.done)
+                    entries = {name: _copy(checkpoint.folder / name, folder / name) for name in copied}
+                    manifest = _manifest(checkpoint, identity, headers, journal.done, entries)
                     packfile.write_manifest(folder, manifest)
                 except CheckpointError:
                     # The source will not get better by trying again.
@@ -151,16 +151,17 @@ def _files_to_copy(source: Path) -> list[str]:
     return names
 
 
-def _copy(source: Path, target: Path) -> None:
+def _copy(source: Path, target: Path) -> Record:
+    """Copy a small file, durably; returns its entry in the manifest, of the bytes that were read."""
     try:
-        shutil.copyfile(source, target)
-    except OSError as error:  # which would name the source whichever of the two was at fault
+        data = source.read_bytes()
+        with open(target, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:  # which names one of the two, not the other
         raise StorageError(f"{target}: cannot be copied from {source}: {error.strerror}") from None
-    descriptor = os.open(target, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return {"bytes": len(data), "crc32": zlib.crc32(data)}
 
 
 def _identity(checkpoint: Checkpoint, experts: str, dense: str) -> Record:
@@ -190,8 +191,10 @@ def _difference(begun: Record, now: Record) -> str:
     return "cannot be continued because config.json of the checkpoint has changed since it was begun"
 
 
-def _manifest(checkpoint: Checkpoint, identity: Record, headers: dict[str, packfile.Header], done: dict[str, Record]) -> Record:
-    """The manifest, of the journal's records only."""
+def _manifest(
+    checkpoint: Checkpoint, identity: Record, headers: dict[str, packfile.Header], done: dict[str, Record], copied: Record
+) -> Record:
+    """The manifest, of the journal's records and the entries of the copied files only."""
     geometry = checkpoint.geometry
     plan, _ = packfile.dense_plan(geometry, BITS[identity["dense"]])
     dense_crc32 = {name: crc for record in done.values() for name, crc in record.get("dense", {}).items()}
@@ -218,6 +221,7 @@ def _manifest(checkpoint: Checkpoint, identity: Record, headers: dict[str, packf
             "tensors": [replace(entry, crc32=dense_crc32[name]).to_json(name) for name, entry in plan.items()]
         },
         "embed": {"crc32": done["embed"]["embed"]},
+        "copied": copied,
         "source": {"shards": _digests(checkpoint, source_crc32)},
         "report": _report(checkpoint, headers, done),
     }

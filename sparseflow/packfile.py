@@ -6,7 +6,6 @@ A packed folder holds `experts.sfx`, `dense.sfx`, `embed.sfx`, the checkpoint's 
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 import zlib
@@ -15,6 +14,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sparseflow import manifest_text
 from sparseflow.config import Geometry
 from sparseflow.errors import PackedModelError
 from sparseflow.layout import PAGE, ExpertLayout, TensorEntry, align, tensor_bytes
@@ -129,7 +129,11 @@ def headers(geometry: Geometry, expert_bits: int, dense_bits: int) -> dict[str, 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What manifest.json says, checked against the geometry and the files beside it."""
+    """What manifest.json says, checked against the geometry.
+
+    `copied` has the files that were taken over from the checkpoint: name -> (bytes, crc32). `has_checksum` is whether the manifest
+    has one of its own, which then is right.
+    """
 
     folder: Path
     geometry: Geometry
@@ -140,6 +144,8 @@ class Manifest:
     tensors: dict[str, TensorEntry]
     expert_crc32: list[list[int]]
     embed_crc32: int
+    copied: dict[str, tuple[int, int]]
+    has_checksum: bool
     raw: dict[str, Any]
 
 
@@ -147,9 +153,8 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Write manifest.json whole or not at all, and durably."""
     target = folder / MANIFEST_FILE
     draft = folder / (MANIFEST_FILE + ".tmp")
-    with open(draft, "w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
-        file.write("\n")
+    with open(draft, "wb") as file:
+        file.write(manifest_text.encode(manifest))
         file.flush()
         os.fsync(file.fileno())
     os.replace(draft, target)
@@ -168,23 +173,31 @@ def sync_folder(folder: Path) -> None:
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     """Open a packed folder: read its manifest and check it, and the size and header of each file, against the geometry.
 
+    Raises what `read_manifest_alone` does, and PackedModelError for a missing or truncated file, or one of another pack.
+    """
+    manifest = read_manifest_alone(folder)
+    for name, header in headers(manifest.geometry, manifest.expert_bits, manifest.dense_bits).items():
+        _check_file(manifest.folder / name, header)
+    return manifest
+
+
+def read_manifest_alone(folder: str | os.PathLike[str]) -> Manifest:
+    """Read the manifest of a packed folder and check it against its checksum and the geometry.
+
     Raises PackedModelError that says what is wrong and what to do: no such folder, an unpacked checkpoint, an unfinished pack,
-    a later format, a damaged manifest, a missing or truncated file. Checksums of the weights are not computed here.
+    a later format, a damaged manifest. Checksums of the weights are not computed here.
     """
     folder = Path(folder)
     path = folder / MANIFEST_FILE
     try:
-        raw = json.loads(path.read_bytes())
+        raw, has_checksum = manifest_text.decode(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         _explain_missing(folder)
     except OSError as error:
         raise PackedModelError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError):
-        raise PackedModelError(f"{path}: is not valid JSON, {_REPACK}") from None
-    manifest = _parse(folder, raw)
-    for name, header in headers(manifest.geometry, manifest.expert_bits, manifest.dense_bits).items():
-        _check_file(folder / name, header)
-    return manifest
+        raise PackedModelError(f"{path}: is not valid JSON or differs from its checksum, {_REPACK}") from None
+    return _parse(folder, raw, has_checksum)
 
 
 def _future(version: int) -> str:
@@ -205,7 +218,7 @@ def _explain_missing(folder: Path) -> NoReturn:
     raise PackedModelError(f"{folder}: is not a packed model (no {MANIFEST_FILE}), make one with: sf-pack CHECKPOINT FOLDER")
 
 
-def _parse(folder: Path, raw: Any) -> Manifest:
+def _parse(folder: Path, raw: Any, has_checksum: bool) -> Manifest:
     """Manifest of decoded JSON. Whatever follows from the geometry is computed again and must be equal."""
     manifest = _Fields(str(folder / MANIFEST_FILE), raw)
     if not isinstance(raw, dict) or raw.get("format") != "sparseflow":
@@ -240,6 +253,8 @@ def _parse(folder: Path, raw: Any) -> Manifest:
         tensors=_parse_tensors(manifest, geometry, dense_bits),
         expert_crc32=[[manifest.checksum(value, "experts.crc32") for value in row] for row in table],
         embed_crc32=manifest.checksum(manifest.get("embed.crc32", int), "embed.crc32"),
+        copied=_parse_copied(manifest) if has_checksum else {},  # both came into the format together
+        has_checksum=has_checksum,
         raw=raw,
     )
 
@@ -258,6 +273,17 @@ def _parse_tensors(manifest: _Fields, geometry: Geometry, dense_bits: int) -> di
             manifest.damaged(f"dense.tensors: {_short(found)} is not {name} as the geometry places it")
         tensors[name] = entry
     return tensors
+
+
+def _parse_copied(manifest: _Fields) -> dict[str, tuple[int, int]]:
+    """The entries of copied, whose names must be those of files in the folder itself."""
+    copied = {}
+    for name, entry in manifest.get("copied", dict).items():
+        size = entry.get("bytes") if isinstance(entry, dict) else None
+        if Path(name).name != name or not isinstance(size, int):
+            manifest.damaged(f"copied: {_short({name: entry})} is not a file name with its bytes and crc32")
+        copied[name] = (size, manifest.checksum(entry.get("crc32"), f"copied: crc32 of {name}"))
+    return copied
 
 
 class _Fields:
@@ -290,7 +316,7 @@ class _Fields:
 
 
 def _check_file(path: Path, header: Header) -> None:
-    """The file must have the size and the header that follow from the manifest."""
+    """The file must have the size and the header that follow from the manifest; PackedModelError tells how it has not."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from sparseflow.errors import OptionError, SparseFlowError
+from sparseflow.errors import OptionError
+from sparseflow.finite import require_finite_logits
 
 # transformers' value where a generation_config.json that samples names none
 _DEFAULT_TOP_K = 50
@@ -82,11 +83,9 @@ class Sampler:
             logits: float32 [vocab].
             history: all ids so far, prompt and answer; read only when there is a repetition penalty.
 
-        Raises SparseFlowError when a logit is NaN or infinite.
+        Raises NonFiniteError when a logit is NaN or infinite.
         """
-        if not np.isfinite(logits).all():
-            bad = int(np.flatnonzero(~np.isfinite(logits))[0])
-            raise SparseFlowError(f"the model gave the logit {logits[bad]} for token {bad}: its weights or its files are damaged")
+        require_finite_logits(logits)
         options = self.options
         if options.repetition_penalty != 1.0:
             logits = _penalize(logits, history, options.repetition_penalty)

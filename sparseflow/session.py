@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from sparseflow.decoder import LeaseCount
 from sparseflow.errors import CapacityError, OptionError, SparseFlowError
 from sparseflow.evidence import disk_bytes_read
+from sparseflow.finite import require_finite_logits
 from sparseflow.replay import RouteReplay
 from sparseflow.state import DecoderState
 from sparseflow.trace import RouteTrace
@@ -79,7 +80,8 @@ class Session:
 
         The ids are fed in chunks of the model's prefill_chunk; the logits do not depend on it. Raises OptionError for ids that are
         empty or not in the vocabulary, CapacityError when they do not fit in the context or in the replay, StorageError or PackedModelError when the
-        experts cannot be read, SparseFlowError when the session is closed or an earlier forward was broken off.
+        experts cannot be read, NonFiniteError when a logit is NaN or infinite, SparseFlowError when the session is closed or an
+        earlier forward was broken off.
         """
         with self._lock:
             self._model.require_open()
@@ -144,6 +146,7 @@ class Session:
             self.trace.begin_forward(len(tokens), read)
         self._broken = True
         result = self._model.decoder(tokens, state, logits=logits, usage=count, trace=self.trace, replay=self.replay)
+        require_finite_logits(result)
         self._broken = False
         read_after = disk_bytes_read()
         bytes_read = None if read is None or read_after is None else read_after - read

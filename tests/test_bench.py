@@ -25,8 +25,9 @@ from sparseflow.bench_plan import Cell, Workload, schedule
 from sparseflow.bench_prompt import bench_prompt
 from sparseflow.bench_results import measured_fields, without_folders
 from sparseflow.cli.bench import main
-from sparseflow.cli.bench_table import as_text, table
+from sparseflow.cli.bench_table import as_text
 from sparseflow.cli.progress import ProgressLine
+from sparseflow.cli.table import table
 from sparseflow.errors import StorageError
 from sparseflow.footprint import Footprint
 from sparseflow.packfile import read_manifest
@@ -217,6 +218,24 @@ def test_bad_options(packed_demo: Path, options: list[str], status: int, message
 def test_a_folder_that_is_no_packed_model(tmp_path: Path) -> None:
     result = bench(tmp_path)
     assert result.exit_code == 4 and str(tmp_path) in told(result)
+
+
+def test_the_command_run_may_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    ways = [["absent"], ["run", "absent"], ["--tokens", "4", "absent"]]
+    results = [CliRunner().invoke(main, way, prog_name="sf-bench") for way in ways]
+    assert [(result.exit_code, told(result)) for result in results] == [(4, "absent: no such folder")] * 3
+    assert told(bench("./run")).startswith("run: is not a packed model")
+    result = CliRunner().invoke(main, ["run"], prog_name="sf-bench")
+    assert result.exit_code == 2 and "Missing argument 'MODEL'" in told(result)
+
+
+def test_help_names_every_command() -> None:
+    result = CliRunner().invoke(main, ["--help"], prog_name="sf-bench")
+    assert result.exit_code == 0 and all(f"  {name} " in result.stdout for name in main.commands)
+    result = CliRunner().invoke(main, ["run", "--help"], prog_name="sf-bench")
+    assert result.exit_code == 0 and "--repeats" in result.stdout
 
 
 def test_a_cell_that_does_not_fit_in_memory_is_not_run(packed_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:

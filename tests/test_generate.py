@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_model import FakeModel
-from sparseflow.errors import CapacityError, OptionError, SparseFlowError
+from sparseflow.errors import CapacityError, NonFiniteError, OptionError
 from sparseflow.generate import StopStrings, generate, prepare_prompt
 from sparseflow.sampling import Sampler, SamplingOptions
 
@@ -175,7 +175,7 @@ def test_logits_that_are_not_finite_end_it_between_forwards():
             return np.full((1, 4), np.nan, dtype=np.float32)
 
     generation = generate(Broken(), [1], model_saying("x").tokenizer)
-    with pytest.raises(SparseFlowError, match="nan"):
+    with pytest.raises(NonFiniteError, match="nan"):
         next(generation)
     assert generation.intact and generation.ids == []
 

@@ -116,6 +116,15 @@ def test_router_equals_the_reference(each_isa: str, experts: int, top_k: int) ->
     np.testing.assert_allclose(weights, expected.weights, rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("expert", [0, 6, 8])
+def test_a_router_that_is_not_finite_is_not_hidden(each_isa: str, value: float, expert: int) -> None:
+    logits = np.tile(np.arange(9, dtype=np.float32)[::-1], (2, 1))
+    logits[1, expert] = value
+    _, weights = route(logits, 4)
+    assert np.isfinite(weights[0]).all() and np.isnan(weights[1]).all()
+
+
 def test_router_takes_the_lowest_ids_of_a_tie(each_isa: str) -> None:
     ids, weights = route(np.zeros((1, 9), np.float32), 4)
     assert ids.tolist() == [[0, 1, 2, 3]]

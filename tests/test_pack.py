@@ -149,7 +149,13 @@ def test_the_manifest_describes_the_source(tmp_path):
     tensors = random_tensors()
     source = write_checkpoint(tmp_path / "source", tensors, shards=2, extra=extra_tensors())
     manifest = pack_checkpoint(source, tmp_path / "packed")
-    assert json.loads((tmp_path / "packed" / "manifest.json").read_text()) == manifest
+    written = json.loads((tmp_path / "packed" / "manifest.json").read_text())
+    assert written.pop("crc32") and written == manifest
+    assert manifest["copied"] == {
+        name: {"bytes": len(data), "crc32": zlib.crc32(data)}
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+        for data in [(source / name).read_bytes()]
+    }
     stored = tensors | extra_tensors()
     for shard, entry in manifest["source"]["shards"].items():
         data = (source / shard).read_bytes()

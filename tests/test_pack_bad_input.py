@@ -19,7 +19,7 @@ from checkpoints import DEMO, SMALL, Stored, random_tensors, write_checkpoint, w
 from sparseflow.cli.pack import main
 from sparseflow.errors import OptionError, PackedModelError
 from sparseflow.pack import pack_checkpoint
-from sparseflow.packfile import read_manifest
+from sparseflow.packfile import read_manifest, write_manifest
 
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 4000000000\n"
 FIRST = "model-00001-of-00003.safetensors"
@@ -354,7 +354,8 @@ def edit(folder: Path, path: str, value: object) -> None:
         del at[last]
     else:
         at[int(last) if isinstance(at, list) else last] = value
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    del manifest["crc32"]
+    write_manifest(folder, manifest)
 
 
 def test_a_whole_pack_opens(packed):

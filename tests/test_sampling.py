@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparseflow.errors import OptionError, SparseFlowError
+from sparseflow.errors import NonFiniteError, OptionError
 from sparseflow.sampling import Sampler, SamplingOptions, candidates
 
 
@@ -56,7 +56,7 @@ def test_greedy_takes_the_lowest_id_of_equals():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_finite_are_never_sampled(bad, temperature):
-    with pytest.raises(SparseFlowError, match="for token 2"):
+    with pytest.raises(NonFiniteError, match="for token 2"):
         Sampler(SamplingOptions(temperature=temperature)).next(logits_of(0, 1, bad))
 
 

@@ -237,6 +237,7 @@ def make_model(folder: Path, *, layers: int, vocab: int, experts: str, skew: flo
             f"{folder}: the model takes {format_bytes(writer.total)}, the disk has {format_bytes(free)} free: make fewer --layers"
         )
     folder.mkdir()
+    config_text = json.dumps(config, indent=1).encode() + b"\n"
     try:
         manifest = {
             "format": "sparseflow",
@@ -257,10 +258,11 @@ def make_model(folder: Path, *, layers: int, vocab: int, experts: str, skew: flo
                 "slice_bytes": writer.layout.slice_bytes,
                 "crc32": writer.experts(),
             },
+            "copied": {"config.json": {"bytes": len(config_text), "crc32": zlib.crc32(config_text)}},
             "source": {"shards": {}},
             "report": {"random": {"layers": layers, "router_skew": skew, "seed": seed}},
         }
-        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        (folder / "config.json").write_bytes(config_text)
         write_manifest(folder, manifest)
     except BaseException:
         shutil.rmtree(folder)

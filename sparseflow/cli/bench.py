@@ -1,4 +1,4 @@
-"""`sf-bench MODEL`: measure a model in several settings, several times over, each run in a process of its own."""
+"""The `sf-bench` command, and `sf-bench MODEL`: measure a model, several times over, each run in a process of its own."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from sparseflow.bench_plan import PROMPT_TOKENS, plan_cells
 from sparseflow.benchmark import Benchmark
 from sparseflow.cli.bench_table import as_text
 from sparseflow.cli.compare import compare_command
-from sparseflow.cli.options import EXIT_STATUSES, SparseFlowCommand, report_error
+from sparseflow.cli.options import EXIT_STATUSES, DefaultCommandGroup, report_error
+from sparseflow.cli.perplexity import perplexity
 from sparseflow.cli.progress import ProgressLine
+from sparseflow.cli.quality import quality
 from sparseflow.errors import CapacityError, OptionError
 from sparseflow.footprint import Footprint
 from sparseflow.kernels import isa
@@ -28,17 +30,29 @@ from sparseflow.model import model_folder
 from sparseflow.packfile import Manifest, read_manifest
 
 
-class _BenchCommand(SparseFlowCommand):
-    """Measures, unless the first argument is `compare`."""
+@click.group(cls=DefaultCommandGroup, epilog=EXIT_STATUSES)
+def main() -> None:
+    """Measure a packed model. MODEL is a folder made by sf-pack, or "demo".
 
-    def main(self, args: Any = None, prog_name: Any = None, *rest: Any, **extra: Any) -> Any:
-        given = list(sys.argv[1:] if args is None else args)
-        if given[:1] == ["compare"]:
-            return compare_command.main(given[1:], f"{prog_name or 'sf-bench'} compare", *rest, **extra)
-        return super().main(given, prog_name, *rest, **extra)
+    The command run may be left out: "sf-bench MODEL ..." is "sf-bench run MODEL ...". A folder that is called as a command is
+    given as ./NAME.
+
+    \b
+    Examples:
+      sf-bench demo --quick
+      sf-bench run --help
+      sf-bench compare before/results.json after/results.json
+      sf-bench quality demo --questions bench/quality_public.jsonl
+      sf-bench perplexity demo --text story.txt
+    """
 
 
-@click.command(cls=_BenchCommand, epilog=EXIT_STATUSES)
+main.add_command(compare_command)
+main.add_command(quality)
+main.add_command(perplexity)
+
+
+@main.command(epilog=EXIT_STATUSES)
 @click.argument("model")
 @click.option("--matrix", "matrix_file", metavar="FILE", help="Measure the cells that a JSON file lists; see bench/README.md.")
 @click.option("--quick", is_flag=True, help=f"A small matrix: two caches, {QUICK_TOKENS} tokens; the demo takes under a minute.")
@@ -58,9 +72,9 @@ class _BenchCommand(SparseFlowCommand):
 @click.option("--threads", type=int, metavar="N", help="Compute threads.  [default: the cores this process may use]")
 @click.option("--out", type=click.Path(file_okay=False), metavar="DIR", help=f"Write DIR/{RESULTS_FILE}, anew after each run.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON instead of a table.")
-def main(model: str, matrix_file: str | None, quick: bool, caches: tuple[str, ...], cold: bool, strict: bool, replay: str | None,
-         peers: tuple[str, ...], prompt_tokens: int | None, tokens: int | None, repeats: int | None, threads: int | None,
-         out: str | None, as_json: bool) -> None:
+def run(model: str, matrix_file: str | None, quick: bool, caches: tuple[str, ...], cold: bool, strict: bool, replay: str | None,
+        peers: tuple[str, ...], prompt_tokens: int | None, tokens: int | None, repeats: int | None, threads: int | None,
+        out: str | None, as_json: bool) -> None:
     """Measure MODEL: time to first token, tokens per second, memory, cache hits, bytes read from the disk, and how close all that
     comes to what this machine's memory and disk allow.
 

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from sparseflow.cli.table import table
 from sparseflow.sizes import format_bytes
 
 _GIGA = 1e9
@@ -123,13 +124,3 @@ def middle_bytes(values: Sequence[float | None]) -> str:
 def spread(values: Sequence[float], form: str) -> str:
     """Median and range."""
     return f"{middle(values, form)} ({form.format(min(values))}–{form.format(max(values))})"
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table, the first row its headings; the first column to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    rule = [f"{'-' * width}" if column == 0 else f"{'-' * (width - 1)}:" for column, width in enumerate(widths)]
-    aligned = [
-        [row[0].ljust(widths[0]), *(value.rjust(width) for value, width in zip(row[1:], widths[1:], strict=True))] for row in rows
-    ]
-    return [f"| {' | '.join(row)} |" for row in (aligned[0], rule, *aligned[1:])]

@@ -33,7 +33,8 @@ from sparseflow.errors import CapacityError, OptionError
 @force_option
 @output_options
 def chat(model: str, system: str | None, thinking: bool | None, max_new_tokens: int, stop: tuple[str, ...], cache: str,
-         threads: int | None, strict: bool, context: int | None, force: bool, as_json: bool, trace_file: str | None, **sampling: Any) -> None:
+         threads: int | None, strict: bool, context: int | None, force: bool, check_finite: bool, as_json: bool,
+         trace_file: str | None, **sampling: Any) -> None:
     """Talk with MODEL: one line is one message. Each turn computes only what is new in the conversation.
 
     /reset forgets the conversation, /exit or the end of input ends it. Ctrl-C stops an answer; at the prompt it ends the chat.
@@ -49,7 +50,9 @@ def chat(model: str, system: str | None, thinking: bool | None, max_new_tokens: 
     check_early(sampling, stop, trace_file)
     start = [] if system is None else [{"role": "system", "content": system}]
     interactive = is_terminal()
-    with open_model(model, cache=cache, threads=threads, strict=strict, context=context, force=force) as opened, sparseflow.Conversation(
+    with open_model(
+        model, cache=cache, threads=threads, strict=strict, context=context, force=force, check_finite=check_finite
+    ) as opened, sparseflow.Conversation(
             opened, messages=start, max_new_tokens=max_new_tokens, stop=stop, enable_thinking=thinking,
             trace=trace_file is not None, **sampling) as conversation:
         turn = 0

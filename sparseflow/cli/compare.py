@@ -6,8 +6,8 @@ import click
 
 from sparseflow.bench_compare import LEVEL, QUANTITIES, Comparison, Difference, compare
 from sparseflow.bench_file import read_results
-from sparseflow.cli.bench_table import table
 from sparseflow.cli.options import EXIT_STATUSES, SparseFlowCommand
+from sparseflow.cli.table import table
 from sparseflow.sizes import format_bytes
 
 DIFFERENT = 10

@@ -28,7 +28,7 @@ _CACHE_SIZES = 8
 @engine_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for machines instead of text.")
 def inspect(model: str, max_new_tokens: int, stop: tuple[str, ...], cache: str, threads: int | None, strict: bool, context: int | None,
-            as_json: bool, **sampling: Any) -> None:
+            check_finite: bool, as_json: bool, **sampling: Any) -> None:
     """Tell the geometry of MODEL, the sizes of its parts, and what one token costs in bytes. No weights are read.
 
     With the options of a run it also tells what that run would hold in memory and how it would sample.
@@ -43,6 +43,7 @@ def inspect(model: str, max_new_tokens: int, stop: tuple[str, ...], cache: str, 
     manifest = read_manifest(model_folder(model))
     planned = planned_context(context, manifest.geometry.max_position_embeddings)
     described = describe(manifest, cache, check_context(context, manifest.geometry), planned, check_threads(threads), strict)
+    described["run"]["check_finite"] = check_finite
     described["run"]["sampling"] = {
         "max_new_tokens": max_new_tokens, "stop": stop, **asdict(SamplingOptions().replace(**sampling))}
     click.echo(json.dumps(described, indent=2) if as_json else as_text(described))

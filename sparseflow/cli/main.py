@@ -11,6 +11,7 @@ from sparseflow.cli.options import EXIT_STATUSES, SparseFlowGroup
 from sparseflow.cli.report import report
 from sparseflow.cli.route import route
 from sparseflow.cli.run import run
+from sparseflow.cli.verify import verify
 
 
 @click.group(cls=SparseFlowGroup, epilog=EXIT_STATUSES)
@@ -26,6 +27,7 @@ def main() -> None:
       sparseflow chat demo
       sparseflow inspect demo
       sparseflow doctor demo
+      sparseflow verify demo
     """
 
 
@@ -35,3 +37,4 @@ main.add_command(inspect)
 main.add_command(route)
 main.add_command(report)
 main.add_command(doctor)
+main.add_command(verify)

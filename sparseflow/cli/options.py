@@ -27,6 +27,7 @@ Exit status:
   1  another error              4  packed model unfinished, damaged or newer
   2  wrong option or argument   5  cache, context or memory too small
   3  checkpoint cannot be used  6  the disk refused a read or a write
+  7  NaN or infinity arose in a forward
   130  stopped by Ctrl-C        141  the reader of the output went away"""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -52,13 +53,14 @@ class LoadProgress:
 
 
 def open_model(
-    model: str, *, cache: str, threads: int | None, strict: bool, context: int | None, force: bool
+    model: str, *, cache: str, threads: int | None, strict: bool, context: int | None, force: bool, check_finite: bool
 ) -> sparseflow.Model:
     """`sparseflow.load` with a progress line, and a line for each of its warnings."""
     progress = LoadProgress()
     try:
         opened = sparseflow.load(
-            model, cache=cache, threads=threads, strict=strict, context=context, force=force, progress=progress)
+            model, cache=cache, threads=threads, strict=strict, context=context, force=force, check_finite=check_finite,
+            progress=progress)
     finally:
         progress.finish()
     for warning in opened.warnings:
@@ -146,6 +148,17 @@ class SparseFlowGroup(_ExitStatus, click.Group):
     command_class = SparseFlowCommand
 
 
+class DefaultCommandGroup(SparseFlowGroup):
+    """A group whose first word may be left out: where it is not one of the group's commands, `default_command` is meant."""
+
+    default_command = "run"
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = [self.default_command, *args]
+        return super().parse_args(ctx, args)
+
+
 def _apply(options: list[Callable[[Command], Command]]) -> Callable[[Command], Command]:
     def decorate(command: Command) -> Command:
         for option in reversed(options):
@@ -155,13 +168,14 @@ def _apply(options: list[Callable[[Command], Command]]) -> Callable[[Command], C
 
 
 def engine_options(command: Command) -> Command:
-    """--cache, --threads, --strict, --context: passed to `sparseflow.load` under the same names."""
+    """--cache, --threads, --strict, --context, --check-finite: passed to `sparseflow.load` under the same names."""
     return _apply([
         click.option("--cache", default="auto", show_default=True, metavar="SIZE",
                      help="Memory for routed experts: a size such as 4GiB, 'resident' (all of them) or 'auto'."),
         click.option("--threads", type=int, metavar="N", help="Compute threads.  [default: the cores this process may use]"),
         click.option("--strict", is_flag=True, help="Also keep evicted experts out of the page cache."),
         click.option("--context", type=int, metavar="TOKENS", help="Most tokens of one session.  [default: the model's own]"),
+        click.option("--check-finite", is_flag=True, help="Look for NaN and infinity after every layer, and name where they began."),
     ])(command)
 
 

@@ -65,13 +65,16 @@ def main(source: str, destination: str, experts: str, dense: str, quiet: bool) -
 
 
 class ProgressLine:
-    """Says how far packing is, how fast it reads the source and how long it will take; silent for the first two seconds.
+    """Says how far packing is (or what `label` says), how fast and how long it will take; silent for the first two seconds.
 
     On a terminal one line is rewritten; elsewhere a line is added now and then.
     """
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic, *, label: str = "packing",
+                 amount: Callable[[int], str] = format_bytes) -> None:
         self.stream = stream
+        self.label = label
+        self.amount = amount
         self.clock = clock
         self.terminal = stream.isatty()
         self.begun: tuple[float, int] | None = None
@@ -79,7 +82,7 @@ class ProgressLine:
         self.shown = False
 
     def __call__(self, done: int, total: int) -> None:
-        """`done` of `total` source bytes are read. What the first call reports was there before, and is not our speed."""
+        """`done` of `total` source bytes are read (or of what `amount` puts into words). What the first call reports was there before, and is not our speed."""
         now = self.clock()
         if self.begun is None:
             self.begun = (now, done)
@@ -92,7 +95,7 @@ class ProgressLine:
         self.due = now + (_TERMINAL_SECONDS if self.terminal else _LOG_SECONDS)
         speed = (done - before) / (now - start)
         left = _duration((total - done) / speed) if speed > 0 else "?"
-        text = f"packing: {done / total:4.0%} of {format_bytes(total)}, {format_bytes(int(speed))}/s, {left} left"
+        text = f"{self.label}: {done / total:4.0%} of {self.amount(total)}, {self.amount(int(speed))}/s, {left} left"
         self.stream.write(f"\r{text}\x1b[K" if self.terminal else f"{text}\n")
         self.stream.flush()
         self.shown = True

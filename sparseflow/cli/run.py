@@ -33,8 +33,8 @@ from sparseflow.errors import OptionError
 @force_option
 @output_options
 def run(model: str, prompt: str, chat: bool, system: str | None, thinking: bool | None, max_new_tokens: int, stop: tuple[str, ...],
-        cache: str, threads: int | None, strict: bool, context: int | None, force: bool, as_json: bool, trace_file: str | None,
-        **sampling: Any) -> None:
+        cache: str, threads: int | None, strict: bool, context: int | None, force: bool, check_finite: bool, as_json: bool,
+        trace_file: str | None, **sampling: Any) -> None:
     """Continue PROMPT with MODEL and print the text as it comes.
 
     PROMPT "-" is read from standard input, without its last line break. It is a raw prompt: control tokens such as <|im_start|> are
@@ -52,7 +52,9 @@ def run(model: str, prompt: str, chat: bool, system: str | None, thinking: bool 
         raise OptionError("--system and --thinking act on a chat template: add --chat")
     check_early(sampling, stop, trace_file)
     text = read_prompt(prompt)
-    with open_model(model, cache=cache, threads=threads, strict=strict, context=context, force=force) as opened:
+    with open_model(
+        model, cache=cache, threads=threads, strict=strict, context=context, force=force, check_finite=check_finite
+    ) as opened:
         generation = opened.generate(
             as_messages(text, system) if chat else text, max_new_tokens=max_new_tokens, stop=stop, enable_thinking=thinking,
             trace=trace_file is not None, **sampling)

@@ -176,7 +176,10 @@ static void SF_NAME(router_unit)(void *argument, long token, int worker)
     float *weights = call->weights + token * call->top_k;
     const int32_t *given = call->given ? call->given + token * call->top_k : NULL;
     const long candidates = given ? call->top_k : call->experts;
+    float sum = 0.0f;
     (void)worker;
+    for (long expert = 0; expert < call->experts; expert++) /* zero; NaN if any logit is NaN or infinite, chosen or not */
+        sum += 0.0f * logits[expert];
     for (long rank = 0; rank < call->top_k; rank++) { /* insertion into a list kept by falling logit */
         ids[rank] = -1;
         weights[rank] = -INFINITY;
@@ -196,7 +199,6 @@ static void SF_NAME(router_unit)(void *argument, long token, int worker)
         weights[rank] = logits[expert];
     }
     const F largest = f_set1(weights[0]);
-    float sum = 0.0f;
     for (long rank = 0; rank < call->top_k; rank += 16) {
         const int here = call->top_k - rank < 16 ? (int)(call->top_k - rank) : 16;
         f_store_first(weights + rank, f_exp(f_sub(f_load_first(weights + rank, here), largest)), here);

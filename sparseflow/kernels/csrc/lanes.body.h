@@ -252,7 +252,7 @@ SF_INLINE float f_largest(F a)
  * Arguments are clamped to [-87, 88], where float32 neither overflows nor leaves the normal range. */
 SF_INLINE F f_exp(F x)
 {
-    x = f_min(f_max(x, f_set1(-87.0f)), f_set1(88.0f));
+    x = f_min(f_set1(88.0f), f_max(f_set1(-87.0f), x)); /* in this order a NaN stays one */
     I n = f_round(f_mul(x, f_set1(1.44269504f)));
     F whole = i_float(n);
     F r = f_fma(whole, f_set1(-0.693145752f), x); /* ln 2 in two parts: 0x1.62e4p-1 ... */
