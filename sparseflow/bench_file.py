@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ CELL_FIELDS = (
     "name", "engine", "engine_details", "mode", "cache", "cache_bytes", "slots", "state", "strict", "prompt", "prompt_tokens",
     "new_tokens", "replayed", "not_run", "tokens_match_with",
 )  # fmt: skip
+_NESTED_FIELDS = ("token_s", "ids", "phases")
 
 
 def check_writable(folder: str) -> None:
@@ -57,6 +59,26 @@ def read_results(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(cells, list) or not all(isinstance(cell, dict) and cell.keys() >= set(CELL_FIELDS) for cell in cells):
         raise OptionError(f"{name}: its cells lack fields that the schema promises; the file is damaged")
     for cell in cells:
-        if cell.get("ttft_s") and not all(isinstance(cell.get(field), list) for field in MEASURED_FIELDS):
+        if not isinstance(cell["name"], str) or cell.get("ttft_s") and not _is_measured(cell):
             raise OptionError(f"{name}: the cell {cell['name']} lacks measured fields; the file is damaged")
+    speeds = record.get("bandwidths")
+    if not isinstance(speeds, dict) or not all(_is_speed(speeds.get(f"{what}_bytes_per_second", 0)) for what in ("memory", "disk")):
+        raise OptionError(f"{name}: its bandwidths are no speeds; the file is damaged")
+    if not isinstance(record.get("complete"), bool):
+        raise OptionError(f"{name}: does not tell whether it is complete; the file is damaged")
     return record
+
+
+def _is_measured(cell: dict[str, Any]) -> bool:
+    """Whether all measured fields are lists of as many values, and those that are numbers are finite."""
+    if not all(isinstance(cell.get(field), list) and len(cell[field]) == len(cell["ttft_s"]) for field in MEASURED_FIELDS):
+        return False
+    return all(_is_number(value) for field in MEASURED_FIELDS if field not in _NESTED_FIELDS for value in cell[field])
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+
+
+def _is_speed(value: Any) -> bool:
+    return value is None or bool(_is_number(value) and value > 0)

@@ -94,10 +94,10 @@ def read_matrix(path: str | os.PathLike[str]) -> Matrix:
         raise OptionError(f"{name}: the matrix cannot be read: {error.strerror or error}") from error
     except json.JSONDecodeError as error:
         raise OptionError(f"{name}: is not JSON: {error.msg}, line {error.lineno}, column {error.colno}") from error
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise OptionError(f"{name}: is not JSON") from error
     except OptionError as error:
         raise OptionError(f"{name}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise OptionError(f"{name}: is not JSON") from error
     return _matrix(raw, name, Path(path).parent)
 
 

@@ -9,20 +9,17 @@ For text without such characters this is what `apply_chat_template` of transform
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from sparseflow.errors import OptionError, PackedModelError
 from sparseflow.messages import CLOSE_THINKING, OPEN_THINKING, Guard, Message
-from sparseflow.tokenizer import TOKENIZER_CONFIG_FILE, Tokenizer, token_text
+from sparseflow.template_sandbox import ChatEnvironment, TemplateLimitError
+from sparseflow.tokenizer import TOKENIZER_CONFIG_FILE, Tokenizer, check_unicode, token_text
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
@@ -41,14 +38,19 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer, *, origin: str = CHAT_TEMPLATE_FILE) -> None:
-        """`source`: the template's text; `origin`: the file it is from, for messages. PackedModelError when it does not parse."""
+        """`source`: the template's text; `origin`: the file it is from, for messages. PackedModelError when it cannot be compiled."""
         self.source = source
         self._tokenizer = tokenizer
         self._origin = origin
+        self._environment = ChatEnvironment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = self._environment.compile_within(source)
         except jinja2.TemplateSyntaxError as error:
             raise PackedModelError(f"{origin}: the chat template does not parse: line {error.lineno}: {error.message}") from error
+        except TemplateLimitError as error:
+            raise PackedModelError(f"{origin}: the chat template {error.message}") from error
+        except Exception as error:  # Python's compiler has limits of its own, and as many ways to say so
+            raise PackedModelError(f"{origin}: the chat template cannot be compiled: {type(error).__name__}: {error}") from error
         named = {name: token_text(tokenizer.config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
         self._special_tokens = {name: text for name, text in named.items() if text is not None}
         controls = [text for text in tokenizer.control_tokens if text.strip()]
@@ -70,7 +72,8 @@ class ChatTemplate:
         path = Path(folder) / TOKENIZER_CONFIG_FILE
         found = tokenizer.config.get("chat_template")
         if isinstance(found, list):
-            named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+            named = {entry.get("name"): entry.get("template") for entry in found
+                     if isinstance(entry, dict) and isinstance(entry.get("name"), str)}
             if not isinstance(named.get("default"), str):
                 raise PackedModelError(f"{path}: none of its chat templates is named 'default' (names: {sorted(map(str, named))})")
             found = named["default"]
@@ -95,6 +98,7 @@ class ChatTemplate:
         """
         guard = self._guard()
         text = self._render(guard.messages(messages), add_generation_prompt, enable_thinking)
+        check_unicode(text, f"what the chat template ({self._origin}) makes of the messages")
         if not guard.used:
             return self._tokenizer.encode(text, add_special_tokens=False)
         ids: list[int] = []
@@ -138,12 +142,15 @@ class ChatTemplate:
     def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, enable_thinking: bool | None) -> str:
         switches = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         try:
-            return self._template.render(messages=messages, tools=None, documents=None, **self._special_tokens,
-                                         add_generation_prompt=add_generation_prompt, **switches)
+            return self._environment.render_within(
+                self._template, messages=messages, tools=None, documents=None, **self._special_tokens,
+                add_generation_prompt=add_generation_prompt, **switches)
+        except TemplateLimitError as error:
+            raise OptionError(f"the chat template ({self._origin}) {error.message}") from error
         except jinja2.TemplateError as error:
             raise OptionError(f"the chat template refused the messages: {error.message}") from error
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise OptionError(f"the chat template ({self._origin}) failed on the messages: {error}") from error
+        except Exception as error:  # its code may fail as any code may
+            raise OptionError(f"the chat template ({self._origin}) failed on the messages: {type(error).__name__}: {error}") from error
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
@@ -152,32 +159,3 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
         if a != b:
             return index
     return min(len(left), len(right))
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}` marks answers for training; here it is only its body."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment chat templates are written for, as transformers sets it up."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    return environment
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
-            sort_keys: bool = False) -> str:
-    """Plain JSON: jinja2's own filter escapes `<`, `>`, `&` and `'` for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -30,6 +30,7 @@ cdef struct Extents:
     int fd
     int direct              # opened with O_DIRECT, -1 where the file system has none
     uint8_t* base           # start of the mapping of the whole file, NULL while closed
+    int guard               # under which its lost pages are noted, -1 when they are not
     size_t file_bytes
     size_t header_bytes     # offset of slice 0
     size_t stride           # distance between slices
@@ -68,6 +69,7 @@ cdef void extents_forget(Extents* extents, Py_ssize_t slice) noexcept nogil
 cdef void extents_drop(Extents* extents, Py_ssize_t slice, bint reading) noexcept nogil
 
 cdef bint extents_cut(Extents* extents, Py_ssize_t slice) noexcept nogil       # whether the file ends before the slice does, now
+cdef Py_ssize_t extents_lost(Extents* extents) noexcept nogil                   # the first slice that was lost while mapped, or -1
 cdef void extents_drop_cache(Extents* extents) noexcept nogil                   # of the whole file, but what is mapped
 cdef Py_ssize_t extents_cached(Extents* extents, Py_ssize_t slice, Py_ssize_t* pages) noexcept nogil   # or -errno
 cdef Py_ssize_t extents_cached_in_all(Extents* extents) noexcept nogil          # pages in the page cache, or -errno

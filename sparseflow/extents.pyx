@@ -22,6 +22,12 @@ Strict
     beyond the slice), so the page cache holds of this file what is kept and no more. A folio that straddles two slices
     goes with the second of them, because the range that is dropped spans all neighbours that are not kept. Other
     processes that read the file are outside that promise.
+
+A page that is lost while it is read
+    Admitted pages can still go: somebody cuts the file, or the kernel needs the memory and then cannot read them again. The
+    next access is a SIGBUS. Its handler notes the place, puts zeros there, and lets the access have them; whoever leases
+    anything of this mapping then looks at the note before the result counts (`extents_lost`), and from there on always.
+    A SIGBUS elsewhere is left to whoever handled it before.
 """
 
 from libc.errno cimport EFAULT, EINTR, EINVAL, ENOMEM, errno
@@ -36,7 +42,12 @@ from posix.unistd cimport close
 
 cdef extern from *:
     """
+    #include <errno.h>
+    #include <pthread.h>
+    #include <signal.h>
+    #include <stdint.h>
     #include <sys/mman.h>
+    #include <unistd.h>
     #ifndef MADV_POPULATE_READ
     #define MADV_POPULATE_READ 22
     #endif
@@ -46,6 +57,62 @@ cdef extern from *:
     static void sf_touch(const volatile unsigned char *bytes, size_t count, size_t page) {
         for (size_t i = 0; i < count; i += page) (void)bytes[i];
     }
+
+    enum { SF_GUARDS = 64, SF_ZEROS = 2 << 20 };
+    static struct { uintptr_t base; size_t bytes; long lost; } sf_guards[SF_GUARDS];
+    static pthread_mutex_t sf_guarding = PTHREAD_MUTEX_INITIALIZER;
+    static struct sigaction sf_before;
+    static uintptr_t sf_page = 0;
+
+    static void sf_on_bus(int number, siginfo_t *info, void *context) {
+        uintptr_t at = (uintptr_t)info->si_addr;
+        int saved = errno;
+        (void)number, (void)context;
+        for (int i = 0; i < SF_GUARDS; i++) {
+            uintptr_t base = __atomic_load_n(&sf_guards[i].base, __ATOMIC_ACQUIRE);
+            if (base == 0 || at < base || at - base >= sf_guards[i].bytes) continue;
+            long none = -1;
+            uintptr_t page = at / sf_page * sf_page, rest = base + sf_guards[i].bytes - page;
+            size_t zeros = rest < SF_ZEROS ? rest : SF_ZEROS;   /* many at once: each piece may cost a mapping */
+            __atomic_compare_exchange_n(&sf_guards[i].lost, &none, (long)(at - base), 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+            if (mmap((void *)page, zeros, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED) {
+                errno = saved;
+                return;
+            }
+        }
+        sigaction(SIGBUS, &sf_before, NULL);                    /* the access is repeated, and theirs */
+        errno = saved;
+    }
+
+    /* The number of a mapping whose lost pages are noted from now on, or -1 when there are too many. */
+    static int sf_guard(void *base, size_t bytes) {
+        int number = -1;
+        pthread_mutex_lock(&sf_guarding);
+        if (sf_page == 0) {
+            struct sigaction action = {0};
+            action.sa_sigaction = sf_on_bus;
+            action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+            sf_page = sysconf(_SC_PAGESIZE);
+            sigaction(SIGBUS, &action, &sf_before);
+        }
+        for (int i = 0; i < SF_GUARDS && number < 0; i++) {
+            if (sf_guards[i].base != 0) continue;
+            sf_guards[i].bytes = bytes;
+            sf_guards[i].lost = -1;
+            __atomic_store_n(&sf_guards[i].base, (uintptr_t)base, __ATOMIC_RELEASE);
+            number = i;
+        }
+        pthread_mutex_unlock(&sf_guarding);
+        return number;
+    }
+
+    static void sf_unguard(int number) {
+        if (number >= 0) __atomic_store_n(&sf_guards[number].base, 0, __ATOMIC_RELEASE);
+    }
+
+    static long sf_lost(int number) {
+        return number < 0 ? -1 : __atomic_load_n(&sf_guards[number].lost, __ATOMIC_SEQ_CST);
+    }
     """
     enum: MADV_POPULATE_READ
     enum: MADV_NOHUGEPAGE
@@ -54,6 +121,9 @@ cdef extern from *:
     void sf_touch(const uint8_t* bytes, size_t count, size_t page) noexcept nogil
     uint8_t __atomic_load_n(uint8_t* byte, int order) noexcept nogil
     void __atomic_store_n(uint8_t* byte, uint8_t value, int order) noexcept nogil
+    int sf_guard(void* base, size_t bytes) noexcept nogil
+    void sf_unguard(int number) noexcept nogil
+    long sf_lost(int number) noexcept nogil
 
 cdef enum:
     MINCORE_PAGES = 16384       # pages asked about in one mincore call, so that its answer fits on the stack
@@ -63,7 +133,7 @@ cdef enum:
 # --- the mapping ---
 
 cdef void extents_init(Extents* extents) noexcept nogil:
-    extents.fd = extents.direct = -1
+    extents.fd = extents.direct = extents.guard = -1
     extents.closed = True
     pthread_mutex_init(&extents.users, NULL)
     pthread_mutex_init(&extents.dropping, NULL)
@@ -81,6 +151,7 @@ cdef int extents_map(Extents* extents) noexcept nogil:
     madvise(base, extents.file_bytes, MADV_NOHUGEPAGE)          # EINVAL where the kernel has no huge pages: as wanted
     if extents.strict:
         madvise(base, extents.file_bytes, MADV_RANDOM)
+    extents.guard = sf_guard(base, extents.file_bytes)
     extents.closed = False
     return 0
 
@@ -88,6 +159,8 @@ cdef int extents_map(Extents* extents) noexcept nogil:
 cdef void extents_close(Extents* extents) noexcept nogil:
     extents.closed = True
     if extents.base != NULL:
+        sf_unguard(extents.guard)
+        extents.guard = -1
         munmap(extents.base, extents.file_bytes)
         extents.base = NULL
     free(extents.kept)
@@ -269,6 +342,11 @@ cdef void drop_run(Extents* extents, size_t begin, size_t end, bint cache) noexc
 cdef bint extents_cut(Extents* extents, Py_ssize_t slice) noexcept nogil:
     cdef struct_stat status
     return fstat(extents.fd, &status) == 0 and <size_t>status.st_size < slice_start(extents, slice) + extents.stride
+
+
+cdef Py_ssize_t extents_lost(Extents* extents) noexcept nogil:
+    cdef long offset = sf_lost(extents.guard)
+    return -1 if offset < 0 else max(offset - <long>extents.header_bytes, 0) / <long>extents.stride
 
 
 cdef void extents_drop_cache(Extents* extents) noexcept nogil:

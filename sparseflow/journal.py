@@ -1,8 +1,9 @@
 """The journal of an unfinished pack: which units of work are durable, so that an interrupted pack can be resumed.
 
 One JSON object a line. The first names the source and the options; each later line is one finished unit and carries the
-checksums that the manifest needs, so that resuming reads nothing again. A line is appended after its data is on the disk. A line
-that was cut off is dropped together with all that follows it.
+checksums that the manifest needs, so that resuming reads nothing again. A line is appended after its data is on the disk. Its last
+field is the crc32 of the line without that field: a line that was cut off, damaged or edited is dropped together with all that
+follows it, and its unit is done again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +20,8 @@ from typing import Any
 
 from sparseflow.errors import OptionError
 from sparseflow.packfile import JOURNAL_FILE, sync_folder
+
+_LINE = re.compile(rb'(\{.*),"crc32":([0-9]{1,10})\}\n')
 
 
 class Journal:
@@ -65,7 +70,8 @@ class Journal:
         self.close()
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        data = memoryview(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        text = json.dumps(line, separators=(",", ":")).encode()
+        data = memoryview(text[:-1] + b',"crc32":%d}\n' % zlib.crc32(text))
         while data:
             data = data[os.write(self._descriptor, data) :]
         os.fsync(self._descriptor)
@@ -76,11 +82,11 @@ def _whole_lines(data: bytes) -> tuple[list[dict[str, Any]], int]:
     lines: list[dict[str, Any]] = []
     length = 0
     for line in data.splitlines(keepends=True):
-        try:
-            value = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
+        parts = _LINE.fullmatch(line)
+        if parts is None or zlib.crc32(parts[1] + b"}") != int(parts[2]):
             break
-        if not isinstance(value, dict) or (lines and "unit" not in value):
+        value = json.loads(parts[1] + b"}")
+        if ("unit" in value) != bool(lines):
             break
         lines.append(value)
         length += len(line)

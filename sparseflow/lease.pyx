@@ -5,10 +5,11 @@ from __future__ import annotations
 
 cimport cython
 from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from libc.errno cimport EIO
 from libc.stdint cimport int32_t, uint8_t, uint64_t
 from libc.stdlib cimport free, malloc
 
-from sparseflow.extents cimport pthread_t
+from sparseflow.extents cimport extents_lost, pthread_t
 from sparseflow.pins cimport table_address, table_admit, table_ready, table_release
 from sparseflow.slots cimport Pins, Table, table_forked
 from sparseflow.store cimport PackedStore
@@ -185,8 +186,12 @@ cdef class Lease:
         self.check_held()
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, kind, *exception) -> None:
+        """Releases. Raises StorageError when what was computed meanwhile is void, because a page was lost under it."""
         self.release()
+        lost = extents_lost(&self.store.extents)
+        if kind is None and lost >= 0:
+            raise self.store.error(lost, EIO)
 
     def __len__(self) -> int:
         return self.pins.n

@@ -13,7 +13,7 @@ from sparseflow.chat import ChatTemplate
 from sparseflow.checks import MemoryPlan, quick_checks
 from sparseflow.config import Geometry
 from sparseflow.decoder import Decoder
-from sparseflow.errors import CapacityError, OptionError, SparseFlowError
+from sparseflow.errors import CapacityError, OptionError, PackedModelError, SparseFlowError
 from sparseflow.evidence import RunEvidence, peak_rss_bytes
 from sparseflow.footprint import PREFILL_CHUNK, Footprint, planned_context
 from sparseflow.generate import Generation, Prompt, generate, prepare_prompt
@@ -26,7 +26,7 @@ from sparseflow.replay import RouteReplay
 from sparseflow.sampling import Sampler
 from sparseflow.session import Session
 from sparseflow.store import PackedStore
-from sparseflow.tokenizer import Tokenizer
+from sparseflow.tokenizer import TOKENIZER_FILE, Tokenizer
 from sparseflow.weights import DenseCore, Embedding
 
 Progress = Callable[[str, int, int], None]
@@ -142,8 +142,14 @@ class Model:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer."""
-        return Tokenizer.from_folder(self.folder)
+        """The checkpoint's tokenizer. Raises PackedModelError when it is missing, damaged, or that of another model."""
+        tokenizer = Tokenizer.from_folder(self.folder)
+        if tokenizer.largest_id >= self.geometry.vocab_size:
+            raise PackedModelError(
+                f"{self.folder / TOKENIZER_FILE}: has the token id {tokenizer.largest_id}, the model's vocabulary ends at"
+                f" {self.geometry.vocab_size - 1}: copy the tokenizer files of this checkpoint"
+            )
+        return tokenizer
 
     @cached_property
     def chat_template(self) -> ChatTemplate:

@@ -110,7 +110,7 @@ def _claim(folder: Path, size: int) -> bool:
     if folder.exists() or folder.is_symlink():
         if (folder / packfile.MANIFEST_FILE).exists():
             raise OptionError(f"{folder}: is a finished pack already, choose another folder or delete it")
-        if not (folder / packfile.JOURNAL_FILE).exists():
+        if not (folder / packfile.JOURNAL_FILE).is_file():
             raise OptionError(f"{folder}: exists and is not an unfinished pack, choose a folder that does not exist")
         resumed = True
     elif not folder.parent.is_dir():

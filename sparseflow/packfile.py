@@ -19,6 +19,7 @@ from sparseflow.config import Geometry
 from sparseflow.errors import PackedModelError
 from sparseflow.layout import PAGE, ExpertLayout, TensorEntry, align, tensor_bytes
 from sparseflow.quantize import ACTIVATION_GROUP, WEIGHT_GROUP
+from sparseflow.regular_file import open_regular, read_regular
 
 FORMAT_VERSION = 1
 MAGIC = b"SPARSEFX"
@@ -190,7 +191,7 @@ def read_manifest_alone(folder: str | os.PathLike[str]) -> Manifest:
     folder = Path(folder)
     path = folder / MANIFEST_FILE
     try:
-        raw, has_checksum = manifest_text.decode(path.read_bytes())
+        raw, has_checksum = manifest_text.decode(read_regular(path))
     except (FileNotFoundError, NotADirectoryError):
         _explain_missing(folder)
     except OSError as error:
@@ -318,7 +319,7 @@ class _Fields:
 def _check_file(path: Path, header: Header) -> None:
     """The file must have the size and the header that follow from the manifest; PackedModelError tells how it has not."""
     try:
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             found = file.read(HEADER_BYTES)
     except FileNotFoundError:

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from sparseflow.errors import OptionError
+from sparseflow.errors import OptionError, PackedModelError
 from sparseflow.finite import require_finite_logits
+from sparseflow.tokenizer import GENERATION_CONFIG_FILE
 
 # transformers' value where a generation_config.json that samples names none
 _DEFAULT_TOP_K = 50
@@ -57,12 +58,18 @@ class SamplingOptions:
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any]) -> SamplingOptions:
-        """The options a generation_config.json asks for: greedy unless `do_sample` is true."""
-        penalty = _given(config, "repetition_penalty", 1.0)
-        if not config.get("do_sample"):
-            return cls(repetition_penalty=penalty)
-        return cls(temperature=_given(config, "temperature", 1.0), top_k=_given(config, "top_k", _DEFAULT_TOP_K),
-                   top_p=_given(config, "top_p", 1.0), min_p=_given(config, "min_p", 0.0), repetition_penalty=penalty)
+        """The options a generation_config.json asks for: greedy unless `do_sample` is true.
+
+        Raises PackedModelError when a value is out of range.
+        """
+        given = {"repetition_penalty": _given(config, "repetition_penalty", 1.0)}
+        if config.get("do_sample"):
+            given |= {"temperature": _given(config, "temperature", 1.0), "top_k": _given(config, "top_k", _DEFAULT_TOP_K),
+                      "top_p": _given(config, "top_p", 1.0), "min_p": _given(config, "min_p", 0.0)}
+        try:
+            return cls(**given)
+        except OptionError as error:
+            raise PackedModelError(f"{GENERATION_CONFIG_FILE} of the model's folder: {error}; correct it there") from None
 
     def replace(self, **options: Any) -> SamplingOptions:
         """These options with those given (not None) in place of their own."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from sparseflow.errors import CheckpointError, StorageError
+from sparseflow.regular_file import open_regular, read_regular
 
 # Numpy has no bfloat16: its bits travel as uint16.
 DTYPES: dict[str, np.dtype[Any]] = {"BF16": np.dtype(np.uint16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
@@ -81,7 +82,7 @@ def read_header(folder: Path, name: str) -> Shard:
     path = folder / name
     size = 0
     try:
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             status = os.fstat(file.fileno())
             size = status.st_size
             refuse_pointer(path, file.read(len(_LFS_POINTER)))
@@ -93,7 +94,7 @@ def read_header(folder: Path, name: str) -> Shard:
         entries = json.loads(text)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is truncated or damaged ({size} bytes; {error}), download it again") from None
     entries.pop("__metadata__", None)
     data = len(start) + len(text)
@@ -124,7 +125,7 @@ class ShardReader:
         try:
             descriptor = self._descriptors.get(tensor.shard)
             if descriptor is None:
-                descriptor = self._descriptors[tensor.shard] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                descriptor = self._descriptors[tensor.shard] = open_regular(path)
             while view:
                 count = os.preadv(descriptor, [view], position)
                 if count == 0:
@@ -149,7 +150,7 @@ class ShardReader:
 def read_json(path: Path) -> Any:
     """Decode a JSON file of a checkpoint. Raises CheckpointError if it is absent, a Git LFS pointer, or not JSON."""
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file, the checkpoint is incomplete") from None
     except OSError as error:

@@ -74,7 +74,7 @@ cdef class PackedStore:
 
     `address` may be used by anyone until `close()`; reading there is only cheap and safe from SIGBUS while the slice is
     admitted. The file must not be changed while it is open: packing replaces files by rename, and so should you. (One that was
-    cut is an error to admit; but cutting it while somebody reads a mapped slice there is a SIGBUS for them.)
+    cut is an error to admit, and an error of the lease under which somebody reads.)
     """
 
     def __cinit__(self, *args, **kwargs):
@@ -85,7 +85,7 @@ cdef class PackedStore:
             raise SparseFlowError(f"{self.path}: a store is opened once; make another PackedStore")
         self.path = os.fspath(path)
         try:
-            self.extents.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            self.extents.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)   # a FIFO is not waited for
             status = os.fstat(self.extents.fd)
             if not stat.S_ISREG(status.st_mode):
                 raise PackedModelError(f"{self.path}: not a regular file; give the experts.sfx of a packed model")

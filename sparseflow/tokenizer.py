@@ -10,7 +10,8 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ class Tokenizer:
         backend.no_truncation()  # a tokenizer.json may carry the settings of a training run
         backend.no_padding()
         self._backend = backend
+        self._source = source
         self.config = config or {}
         self.generation_config = generation_config or {}
         added = backend.get_added_tokens_decoder()
@@ -76,10 +78,8 @@ class Tokenizer:
         path = folder / TOKENIZER_FILE
         if not path.is_file():
             raise PackedModelError(f"{path} is missing: copy the checkpoint's tokenizer files into this folder (Session.forward runs on token ids without them)")
-        try:
+        with _library(f"{path} cannot be read as a tokenizer"):
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception, whatever is wrong
-            raise PackedModelError(f"{path} cannot be read as a tokenizer: {error}") from error
         return cls(backend, config=_read_json(folder / TOKENIZER_CONFIG_FILE),
                    generation_config=_read_json(folder / GENERATION_CONFIG_FILE), source=str(path))
 
@@ -87,6 +87,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Ids this tokenizer knows; the model's embedding may have more rows, which stand for no text."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def largest_id(self) -> int:
+        """The largest id this tokenizer may give, as far as its counts and control tokens tell."""
+        return max(self.vocab_size - 1, *self.control_tokens.values(), -1)
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its exact spelling in the vocabulary, or None."""
@@ -98,26 +103,31 @@ class Tokenizer:
         `add_special_tokens` also adds what the checkpoint puts around every text (nothing in Qwen's files).
         """
         check_unicode(text, "the prompt")
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        with _library(f"{self._source} cannot encode the text"):
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of `text` in which nothing is a control token: `<|im_end|>` is encoded as ten plain characters."""
         check_unicode(text, "the text")
         normalized = self.normalize(text)
-        if not (self._control_pattern.search(text) or self._control_pattern.search(normalized)):
-            return self._backend.encode(text, add_special_tokens=False).ids
-        # The library always parses added tokens, so its stages are run one by one.
-        pieces = self._backend.pre_tokenizer.pre_tokenize_str(normalized) if self._backend.pre_tokenizer else [(normalized, None)]
-        model = self._backend.model
-        return [token.id for piece, _ in pieces for token in model.tokenize(piece)]
+        with _library(f"{self._source} cannot encode the text"):
+            if not (self._control_pattern.search(text) or self._control_pattern.search(normalized)):
+                return self._backend.encode(text, add_special_tokens=False).ids
+            # The library always parses added tokens, so its stages are run one by one.
+            pieces = self._backend.pre_tokenizer.pre_tokenize_str(normalized) if self._backend.pre_tokenizer else [(normalized, None)]
+            model = self._backend.model
+            return [token.id for piece, _ in pieces for token in model.tokenize(piece)]
 
     def normalize(self, text: str) -> str:
         """`text` in the normal form the vocabulary was made for (NFC in Qwen's files)."""
-        return self._backend.normalizer.normalize_str(text) if self._backend.normalizer else text
+        with _library(f"{self._source} cannot normalize the text"):
+            return self._backend.normalizer.normalize_str(text) if self._backend.normalizer else text
 
     def split_control_tokens(self, text: str) -> list[str | int]:
         """`text` cut at its control tokens: the ids of those, and the stretches of text between them (empty ones left out)."""
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        check_unicode(text, "the text")
+        with _library(f"{self._source} cannot encode the text"):
+            encoding = self._backend.encode(text, add_special_tokens=False)
         ids_of_control_tokens = set(self.control_tokens.values())
         parts: list[str | int] = []
         position = 0
@@ -200,12 +210,25 @@ def token_text(entry: Any) -> str | None:
     return entry if isinstance(entry, str) else None
 
 
+@contextmanager
+def _library(problem: str) -> Iterator[None]:
+    """What the library raises becomes a PackedModelError that begins with `problem`."""
+    try:
+        yield
+    except BaseException as error:
+        # It raises bare Exception, whatever is wrong, and where it is at fault itself what is none.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise PackedModelError(f"{problem}: {error}") from error
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        json.dumps(content, ensure_ascii=False).encode()  # escapes may spell what is no Unicode
+    except (OSError, ValueError, RecursionError) as error:
         raise PackedModelError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise PackedModelError(f"{path} holds a {type(content).__name__}, expected a JSON object")

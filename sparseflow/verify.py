@@ -33,6 +33,7 @@ from sparseflow.packfile import (
     headers,
     read_manifest_alone,
 )
+from sparseflow.regular_file import open_regular
 
 Progress = Callable[[int, int], None]
 
@@ -173,7 +174,7 @@ def _check_parts(folder: Path, parts: list[Part], counter: _Counter) -> list[Fau
             try:
                 files[name] = file = stack.enter_context(_File(folder / name))
             except OSError as error:
-                unreadable = not isinstance(error, FileNotFoundError)
+                unreadable = error.errno not in (errno.ENOENT, errno.EINVAL)
                 faults[last] = Fault(name, "", f"cannot be opened: {error.strerror}", unreadable)
             else:
                 if file.size > last.end:
@@ -216,12 +217,12 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            self._descriptor = open_regular(path, os.O_DIRECT)
             self._direct = True
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = open_regular(path)
             self._direct = False
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         self.size = os.fstat(self._descriptor).st_size

@@ -15,6 +15,7 @@ from sparseflow.errors import CapacityError, PackedModelError, StorageError
 from sparseflow.kernels import linear
 from sparseflow.layout import ExpertLayout, TensorEntry, align, scales_offset, tile_bytes
 from sparseflow.packfile import DENSE_FILE, EMBED_FILE, HEADER_BYTES, Manifest
+from sparseflow.regular_file import open_regular
 from sparseflow.sizes import format_bytes
 from sparseflow.tiles import alternate, row_tiles
 
@@ -173,7 +174,7 @@ class _open:
     def __init__(self, path: os.PathLike[str]) -> None:
         self.descriptor = -1
         try:
-            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self.descriptor = open_regular(path)
         except OSError as error:
             raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
 

@@ -82,8 +82,18 @@ def report_error(message: str) -> None:
     """Print `message` as the one line ``error: …`` on stderr."""
     try:
         click.echo(f"error: {' '.join(message.split())}", err=True)
-    except BrokenPipeError:
+    except OSError:
         _silence(sys.stderr)
+
+
+def _open_streams() -> None:
+    """Puts something in place of standard streams that the caller closed. Raises StorageError for output, which nobody would see."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")
+    if sys.stdout is None:
+        raise StorageError("standard output is closed: give it a file, or /dev/null")
 
 
 def _silence(stream: Any) -> None:
@@ -110,9 +120,10 @@ class _ExitStatus(click.Command):
              standalone_mode: bool = True, **extra: Any) -> Any:
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ? rather than nothing
         try:
+            _open_streams()
+            if isinstance(sys.stdout, io.TextIOWrapper):
+                sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ? rather than nothing
             result = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
             status = result if isinstance(result, int) else 0
         except SparseFlowError as error:
@@ -131,10 +142,17 @@ class _ExitStatus(click.Command):
         except MemoryError:
             report_error("the machine has no memory left: use a smaller --cache or --context")
             status = CapacityError.exit_status
+        except RuntimeError as error:
+            if str(error) != "can't start new thread":
+                raise
+            report_error("the system starts no more threads: allow this process more memory, or more threads")
+            status = CapacityError.exit_status
         except OSError as error:
             where = f": {error.filename}" if error.filename else ""
             report_error(f"{error.strerror or error}{where}")
             status = StorageError.exit_status
+            if error.filename is None:
+                _silence(sys.stdout)  # it may be what was refused, and would be again at the end
         sys.exit(status)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +86,7 @@ def load_results(path: str | os.PathLike[str]) -> BenchmarkResults:
         raise OptionError(f"{path}: results of version {version!r}, this program reads version {SCHEMA_VERSION}; measure again with sf-bench")
     try:
         return _results(os.path.basename(os.fspath(path)), content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise OptionError(f"{path}: results of sf-bench, but damaged: {error!r}; measure again with sf-bench") from error
 
 
@@ -111,6 +112,8 @@ def _cell(cell: dict[str, Any]) -> Cell:
     for name, values in cell.items():
         numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)] \
             if isinstance(values, list) else []
+        if not all(0 <= number <= sys.float_info.max for number in numbers):
+            raise ValueError(f"{name} is {values}")
         if numbers:
             measured[name] = Spread(tuple(float(number) for number in numbers))
     reason = cell.get("not_run")
