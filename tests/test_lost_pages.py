@@ -43,7 +43,6 @@ def test_pages_lost_under_a_lease(path: Path, strict: bool) -> None:
         # What lies near the place may be zeros, too: nothing of this mapping counts any more.
         with pytest.raises(StorageError, match="expert 2 of layer 0"), table.acquire(0, ids(1)) as lease:
             lease.wait()
-        table.close()
 
 
 def test_an_error_of_the_body_goes_first(path: Path) -> None:
@@ -54,7 +53,6 @@ def test_an_error_of_the_body_goes_first(path: Path) -> None:
             cut(path, 2, STRIDE)
             page_marks(int(lease.addresses[0]), STRIDE)
             raise ZeroDivisionError
-        table.close()
 
 
 def test_another_store_of_the_process_is_sound(path: Path) -> None:
@@ -67,7 +65,6 @@ def test_another_store_of_the_process_is_sound(path: Path) -> None:
         with table.acquire(0, ids(2)) as lease:
             lease.wait()
             assert (page_marks(int(lease.addresses[0]), STRIDE) == expected_marks(2, STRIDE)).all()
-        table.close()
 
 
 def test_a_mapping_of_somebody_else_is_left_to_them(path: Path) -> None:
