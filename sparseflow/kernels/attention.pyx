@@ -7,7 +7,7 @@ import numpy
 
 from sparseflow.kernels.arrays cimport data_of
 from sparseflow.kernels.isa cimport active_index
-from sparseflow.kernels.threads cimport keep, parallel_for, team, unit_function
+from sparseflow.kernels.threads cimport empty, keep, parallel_for, team, unit_function
 
 cdef extern from "csrc/attention.h":
     struct sf_attention:
@@ -29,6 +29,8 @@ cdef extern from "csrc/attention.h":
     enum: SF_HEADS_AT_ONCE
     unit_function *sf_attention_append_units
     unit_function *sf_attention_units
+
+cdef object _float32 = numpy.dtype(numpy.float32)
 
 PAGE_POSITIONS = SF_PAGE
 """Positions in one page of the KV cache. Keys: float32 [kv_heads, PAGE_POSITIONS / 16, head_dim, 16]; values:
@@ -64,8 +66,8 @@ def gated_attention(q_gate, k, v, const float[::1] q_weight, const float[::1] k_
         raise ValueError(f"{key_pages_view.shape[0]} pages of cache do not hold {position + tokens} positions")
     if threads < 1:
         raise ValueError(f"{threads} threads")
-    result = numpy.empty((tokens, heads * head_dim), numpy.float32)
-    scores = numpy.empty((team(threads), SF_HEADS_AT_ONCE * pages * SF_PAGE), numpy.float32)
+    result = empty((tokens, heads * head_dim), _float32)
+    scores = empty((team(threads), SF_HEADS_AT_ONCE * pages * SF_PAGE), _float32)
     call.q_gate = &q_gate_view[0, 0]
     call.k = &k_view[0, 0]
     call.v = &v_view[0, 0]

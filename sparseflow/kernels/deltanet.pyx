@@ -9,7 +9,7 @@ import numpy
 
 from sparseflow.kernels.arrays cimport data_of
 from sparseflow.kernels.isa cimport active_index
-from sparseflow.kernels.threads cimport keep, parallel_for, unit_function
+from sparseflow.kernels.threads cimport empty, keep, parallel_for, unit_function
 
 cdef extern from "csrc/deltanet.h":
     struct sf_conv:
@@ -36,7 +36,6 @@ cdef extern from "csrc/deltanet.h":
     unit_function *sf_delta_prepare_units
     unit_function *sf_delta_units
 
-cdef object _empty = numpy.empty
 cdef object _float32 = numpy.dtype(numpy.float32)
 
 
@@ -53,7 +52,7 @@ def causal_conv(x, const float[:, ::1] weight, state, int threads=1):
             or before.shape[0] != weight.shape[0] - 1 or weight.shape[0] < 1):
         raise ValueError(f"a convolution of [{weight.shape[0]}, {weight.shape[1]}] with state [{before.shape[0]}, "
                          f"{before.shape[1]}] does not fit inputs [{tokens}, {channels}]")
-    result = _empty((tokens, channels), _float32)
+    result = empty((tokens, channels), _float32)
     call.x = &rows[0, 0]
     call.weight = &weight[0, 0]
     call.state = NULL
@@ -92,8 +91,8 @@ def gated_delta(qkv, a, b, const float[::1] decay_rate, const float[::1] dt_bias
             or decay_rate.shape[0] != value_heads or dt_bias.shape[0] != value_heads):
         raise ValueError(f"q, k, v of [{tokens}, {mixed.shape[1]}] do not fit {key_heads} key heads and a state of "
                          f"{value_heads} value heads, {key_dim} by {value_dim}")
-    result = _empty((tokens, value_heads * value_dim), _float32)
-    rates = _empty((2, tokens, value_heads), _float32)
+    result = empty((tokens, value_heads * value_dim), _float32)
+    rates = empty((2, tokens, value_heads), _float32)
     call.qkv = &mixed[0, 0]
     call.a = &a_rows[0, 0]
     call.b = &b_rows[0, 0]

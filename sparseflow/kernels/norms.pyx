@@ -5,7 +5,7 @@ import numpy
 
 from sparseflow.kernels.arrays cimport data_of
 from sparseflow.kernels.isa cimport active_index
-from sparseflow.kernels.threads cimport keep, parallel_for, unit_function
+from sparseflow.kernels.threads cimport empty, keep, parallel_for, unit_function
 
 cdef extern from "csrc/norms.h":
     struct sf_norm:
@@ -18,7 +18,6 @@ cdef extern from "csrc/norms.h":
 
     unit_function *sf_norm_units
 
-cdef object _empty = numpy.empty
 cdef object _float32 = numpy.dtype(numpy.float32)
 
 
@@ -38,7 +37,7 @@ def rms_norm(x, const float[::1] weight, float eps, gate=None, int threads=1):
         if gates.shape[0] != count or gates.shape[1] != columns:
             raise ValueError(f"the gate is [{gates.shape[0]}, {gates.shape[1]}], its input [{count}, {columns}]")
         call.gate = &gates[0, 0]
-    result = _empty((count, columns), _float32)
+    result = empty((count, columns), _float32)
     call.x = &rows[0, 0]
     call.weight = &weight[0]
     call.out = <float *>data_of(result)
