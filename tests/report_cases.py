@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sparseflow.benchmark import SCHEMA, SCHEMA_VERSION
+from sparseflow.bench_results import SCHEMA, SCHEMA_VERSION
 from sparseflow.trace import RouteTrace
 
 GIB = 2**30

@@ -8,7 +8,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from sparseflow.benchmark import SCHEMA, SCHEMA_VERSION
+from sparseflow.bench_results import SCHEMA, SCHEMA_VERSION
 from sparseflow.errors import OptionError, StorageError
 
 MODES = ("resident", "streaming", "offload")
