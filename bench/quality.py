@@ -35,8 +35,7 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests"), str(ROOT / "tools" / "
 
 import sparseflow  # noqa: E402
 from corpus import DocumentSource, write_corpus  # noqa: E402
-from equalise import equalised  # noqa: E402
-from outliers import write_changed_checkpoint  # noqa: E402
+from outliers import write_outlier_checkpoint  # noqa: E402
 from schemes import SCHEMES, rounded_logits  # noqa: E402
 from sparseflow import demo_model  # noqa: E402
 from sparseflow.cli.options import SparseFlowCommand  # noqa: E402
@@ -97,12 +96,7 @@ class Packs:
     @cached_property
     def outliers(self) -> Path:
         """The checkpoint with outlier channels."""
-        return write_changed_checkpoint(demo_model.checkpoint_folder(), self.folder / "outliers")
-
-    @cached_property
-    def equalised(self) -> Path:
-        """The same with its channels evened out again."""
-        return write_changed_checkpoint(self.outliers, self.folder / "equalised", equalised)
+        return write_outlier_checkpoint(demo_model.checkpoint_folder(), self.folder / "outliers")
 
     def open(self, kind: str, *, cache: str | int = "resident", checkpoint: Path | None = None) -> EngineModel:
         """A pack of kind int8 or bf16, of the demo or of another checkpoint."""
@@ -185,11 +179,8 @@ def divergence(packs: Packs) -> dict[str, Any]:
 
 
 def outliers(packs: Packs) -> dict[str, Any]:
-    """The demo with outlier channels, and with these evened out before packing."""
-    click.echo("as it is")
-    found = told(measured(packs, unseen_ids(SCHEME_TOKENS + 1), WINDOW, packs.outliers))
-    click.echo("channels evened out before packing (bench/equalise.py)")
-    return found | {"equalised": told(measured(packs, unseen_ids(SCHEME_TOKENS + 1), WINDOW, packs.equalised))}
+    """The demo with outlier channels, which sf-pack evens out; the part schemes has what they would cost otherwise."""
+    return told(measured(packs, unseen_ids(SCHEME_TOKENS + 1), WINDOW, packs.outliers))
 
 
 class Simulated:

@@ -10,9 +10,10 @@ _FLOAT = 4
 
 
 def activation_bytes_per_token(geometry: Geometry, expert_bits: int, dense_bits: int) -> int:
-    """Bytes a token of a chunk takes in the hungriest of the three parts of a layer: an attention of either kind, or the experts.
+    """Bytes a token of a chunk takes in the three parts of a layer: an attention of either kind, and the experts.
 
-    Every part has the residual stream and its normed form beside it. Only what is alive at the same time is counted.
+    Every part has the residual stream and its normed form beside it. A forward keeps the arrays of each part, and uses them again in
+    the next layer (kernels/threads.pyx), so all parts count.
     """
     g = geometry
     dense = _quantized if dense_bits == 8 else _nothing
@@ -21,9 +22,9 @@ def activation_bytes_per_token(geometry: Geometry, expert_bits: int, dense_bits:
     stream = 2 * hidden + dense(g.hidden_size)
     queries = g.num_attention_heads * g.head_dim
     projected = _FLOAT * (2 * queries + 2 * g.kv_dim)  # queries with their gates, keys, values
-    attention = max(projected + _FLOAT * queries, _FLOAT * queries + dense(queries) + hidden)
+    attention = projected + _FLOAT * queries + dense(queries)
     convolved, value = _FLOAT * g.linear_conv_dim, _FLOAT * g.linear_value_dim
-    linear = max(2 * convolved, convolved + 3 * value + dense(g.linear_value_dim) + hidden)  # z, the result, its normed form
+    linear = 2 * convolved + 3 * value + dense(g.linear_value_dim)  # z, the result, its normed form
     top_k, width, shared = g.num_experts_per_tok, g.moe_intermediate_size, g.shared_expert_intermediate_size
     experts = (
         hidden + _quantized(g.hidden_size)  # normed once more
@@ -31,7 +32,7 @@ def activation_bytes_per_token(geometry: Geometry, expert_bits: int, dense_bits:
         + top_k * (hidden + _FLOAT * width + routed(width))
         + hidden + _FLOAT * shared + dense(shared)
     )
-    return stream + max(attention, linear, experts)
+    return stream + attention + linear + experts
 
 
 def _quantized(columns: int) -> int:

@@ -103,7 +103,8 @@ class LlamaCpp:
             raise StorageError(f"the export to GGUF failed: {error}") from error
         self.files = [gguf]
         size = gguf.stat().st_size
-        self.mode = "resident" if size <= available_memory() else "offload"
+        available = available_memory()
+        self.mode = "offload" if available is None or size > available else "resident"
         self.details = {"gguf_bytes": size}
 
     def measure(self, workload: Workload, threads: int, waiting: Waiting) -> dict[str, Any]:

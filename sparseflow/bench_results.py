@@ -45,7 +45,7 @@ def _fields(
 ) -> dict[str, Any]:
     prefill, decode = run["prefill"], run["decode"]
     steps, decode_s = len(run["token_s"]), sum(run["token_s"])
-    rates: Rates = run["rates"]
+    rates = _rates(run, decode_s)
     bound = _bound(rates, footprint.bytes_per_token * steps, decode, footprint)
     admitted, read = (_sum([run[phase][name] for phase in _PHASES]) for name in ("admitted_bytes", "physical_bytes"))
     first_bound = _bound(rates, footprint.dense_bytes + prefill["requests"] * footprint.expert_bytes, prefill, footprint)
@@ -93,6 +93,17 @@ def _peer_fields(run: Measured, reference_ids: Sequence[int] | None) -> dict[str
 
 def _match(run: Measured, reference_ids: Sequence[int] | None) -> bool | None:
     return None if reference_ids is None or run["ids"] is None else run["ids"] == reference_ids
+
+
+def _rates(run: Measured, decode_s: float) -> Rates:
+    """The rates beside a run, or what the disk gave during it where that was more: a disk that is shared is not always as slow."""
+    rates: Rates = run["rates"]
+    gave = [
+        run[phase]["physical_bytes"] / seconds
+        for phase, seconds in (("prefill", run["ttft_s"]), ("decode", decode_s))
+        if run[phase]["physical_bytes"] is not None
+    ]
+    return rates if rates.disk is None else Rates(rates.memory, max(rates.disk, *gave))
 
 
 def _bound(rates: Rates, touched: int, phase: Mapping[str, Any], footprint: Footprint) -> Bound:

@@ -161,7 +161,7 @@ class Benchmark:
 
     def _misfit(self, cell: Cell) -> str | None:
         """Why a cell would not fit in memory; what a peer needs is not known."""
-        if cell.peer is not None:
+        if cell.slots is None:
             return None
         needed = self.footprint.memory_bytes(cell.slots, cell.workload.context) + (rss_bytes() or 0)
         available = available_memory()

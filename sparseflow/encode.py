@@ -37,11 +37,34 @@ def values_changed(stored: NDArray[Any]) -> int:
     return 0 if stored.dtype == np.uint16 else int(np.count_nonzero(as_float32(stored).view(np.uint32) & 0xFFFF))
 
 
-def pack_matrix(stored: NDArray[Any], bits: int, name: str) -> tuple[NDArray[Any], NDArray[np.float16]]:
+def scale_columns(stored: NDArray[Any], powers: NDArray[np.int32]) -> NDArray[Any]:
+    """Stored [R, K] with column c times 2^powers[c], powers [K] >= 0: exact, unless it overflows and becomes infinite.
+
+    bfloat16 bits and float32 are changed in place; float16, which has no room, is given back as float32.
+    """
+    channels = np.flatnonzero(powers)
+    if not channels.size:
+        return stored
+    with np.errstate(over="ignore"):
+        scaled = np.ldexp(as_float32(stored[:, channels]), powers[channels])
+    if stored.dtype == np.uint16:
+        stored[:, channels] = scaled.view(np.uint32) >> 16  # their lower halves are zero
+        return stored
+    wide = as_float32(stored)
+    wide[:, channels] = scaled
+    return wide
+
+
+def pack_matrix(
+    stored: NDArray[Any], bits: int, name: str, powers: NDArray[np.int32] | None = None
+) -> tuple[NDArray[Any], NDArray[np.float16]]:
     """Stored [R, K] -> (tiles, scales), both flat in file order; the scales of 16-bit weights are empty.
 
+    With `powers` [K], column c is 2^powers[c] times what is stored, as `scale_columns` does it: `stored` may be changed.
     Raises CheckpointError with `name` for NaN, infinite and too large weights.
     """
+    if powers is not None:
+        stored = scale_columns(stored, powers)
     rows, columns = stored.shape
     tiles = np.empty(tile_bytes(rows, columns, bits), np.uint8).view(_TYPES[bits])
     scales = np.empty(scale_bytes(rows, columns) if bits == 8 else 0, np.uint8).view(np.float16)
@@ -51,12 +74,20 @@ def pack_matrix(stored: NDArray[Any], bits: int, name: str) -> tuple[NDArray[Any
 
 
 def pack_expert(
-    gate: NDArray[Any], up: NDArray[Any], down: NDArray[Any], bits: int, name: str | tuple[str, str, str] = "expert"
+    gate: NDArray[Any],
+    up: NDArray[Any],
+    down: NDArray[Any],
+    bits: int,
+    name: str | tuple[str, str, str] = "expert",
+    powers: NDArray[np.int32] | None = None,
 ) -> NDArray[np.uint8]:
     """The slice of one expert: stored gate [I, H], up [I, H] and down [H, I] -> uint8 [slice_bytes].
 
-    `name` (of all, or of each of the three) is for the messages of CheckpointError, raised as by `pack_matrix`.
+    `name` (of all, or of each of the three) is for the messages of CheckpointError, raised as by `pack_matrix`; `powers` [H] are
+    for the columns of gate and up, as there.
     """
+    if powers is not None:
+        gate, up = scale_columns(gate, powers), scale_columns(up, powers)
     names = (name, name, name) if isinstance(name, str) else name
     inner, hidden = gate.shape
     layout = ExpertLayout(hidden, inner, bits)

@@ -240,7 +240,8 @@ def _digests(checkpoint: Checkpoint, source_crc32: dict[str, int]) -> Record:
 
 
 def _report(checkpoint: Checkpoint, headers: dict[str, packfile.Header], done: dict[str, Record]) -> Record:
-    """What went where: counts and bytes of tensors, and which were rounded to bfloat16 from something wider."""
+    """What went where: counts and bytes of tensors, which were rounded to bfloat16 from something wider, and which norms had channels
+    evened out."""
 
     def part(tensors: list[SourceTensor], file: str) -> Record:
         return {
@@ -257,6 +258,7 @@ def _report(checkpoint: Checkpoint, headers: dict[str, packfile.Header], done: d
             entry[1] += changed
     # A tied head is the embedding once more: it has no tensor of its own.
     dense = [tensor for tensor in checkpoint.dense.values() if tensor is not checkpoint.embedding]
+    equalised = {name: entry for record in done.values() for name, entry in record.get("equalised", {}).items()}
     return {
         "experts": part(checkpoint.expert_tensors(), packfile.EXPERTS_FILE),
         "dense": part(dense, packfile.DENSE_FILE),
@@ -268,6 +270,7 @@ def _report(checkpoint: Checkpoint, headers: dict[str, packfile.Header], done: d
         "rounded_to_bf16": {
             name: {"tensors": tensors, "values_changed": changed} for name, (tensors, changed) in sorted(rounded.items())
         },
+        "equalised": equalised,
     }
 
 

@@ -14,7 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from sparseflow import packfile
 from sparseflow.checkpoint import Checkpoint, family
 from sparseflow.encode import as_bf16_bits, as_float32, pack_expert, pack_matrix, values_changed
+from sparseflow.equalise import channel_powers, equalised_norm, norm_before, norm_before_experts
 from sparseflow.errors import PackedModelError, StorageError
 from sparseflow.journal import Journal
 from sparseflow.layout import ExpertLayout, TensorEntry
@@ -52,6 +53,9 @@ class Packer:
         self.expert_bits = headers[packfile.EXPERTS_FILE].weight_bits
         self.dense_bits = headers[packfile.DENSE_FILE].weight_bits
         self.plan, _ = packfile.dense_plan(self.geometry, self.dense_bits)
+        # Of the source and the options only, so that a resumed pack has the same.
+        self.powers = cache(partial(channel_powers, checkpoint, self.plan, self.expert_bits))
+        self.norms = {norm_before(name) for name in self.plan}
         self.progress = progress
         self.read_bytes = 0
         self.total = sum(tensor.bytes for tensor in checkpoint.dense.values()) + checkpoint.embedding.bytes
@@ -113,13 +117,14 @@ class Packer:
         """All routed experts of a layer; the record holds the crc32 of each slice."""
         layout = ExpertLayout(self.geometry.hidden_size, self.geometry.moe_intermediate_size, self.expert_bits)
         count = self.geometry.num_experts
+        powers = self.powers(norm_before_experts(layer))
 
         def jobs() -> Iterator[Callable[[], NDArray[np.uint8]]]:
             for expert in range(count):
                 parts = self.checkpoint.expert(layer, expert)
                 gate, up, down = (self._read(rows, self.expert_bits) for rows in parts)
                 names = [f"{rows.tensor.name} (expert {expert})" for rows in parts]
-                yield partial(pack_expert, gate, up, down, self.expert_bits, (names[0], names[1], names[2]))
+                yield partial(pack_expert, gate, up, down, self.expert_bits, (names[0], names[1], names[2]), powers)
 
         checksums = []
         for expert, data in enumerate(self._in_order(jobs())):
@@ -128,21 +133,32 @@ class Packer:
         return {"experts": checksums}
 
     def _dense(self, names: list[str]) -> Record:
-        """Some tensors of dense.sfx; the record holds the crc32 of each."""
-        return {"dense": {name: self._tensor(self.plan[name], self.checkpoint.dense[name]) for name in names}}
+        """Some tensors of dense.sfx; the record holds the crc32 of each, and which norms had channels evened out."""
+        checksums = {name: self._tensor(name, self.plan[name], self.checkpoint.dense[name]) for name in names}
+        powers = {name: self.powers(name) for name in names if name in self.norms}
+        equalised = {
+            name: {"channels": int(np.count_nonzero(power)), "largest_factor": 2 ** int(power.max())}
+            for name, power in powers.items()
+            if power.any()
+        }
+        return {"dense": checksums, "equalised": equalised}
 
-    def _tensor(self, entry: TensorEntry, source: SourceTensor) -> int:
+    def _tensor(self, name: str, entry: TensorEntry, source: SourceTensor) -> int:
         """Write one tensor of dense.sfx; returns the crc32 of its bytes."""
         if entry.kind == "f32":
             values = as_float32(self._read(whole(source), 32))
             require_finite(values, source.name)
+            if name in self.norms:
+                values = equalised_norm(values, self.powers(name))
             # The convolution is stored one row per tap; a vector is a single row and stays as it is.
             data = np.ascontiguousarray(values.T if len(source.shape) == 3 else values)
             self._write(packfile.DENSE_FILE, data, entry.offset)
             return zlib.crc32(data.data)
         bits = BITS[entry.kind]
+        norm = norm_before(name)
+        powers = None if norm is None else self.powers(norm)
         position, checksum, scales = entry.offset, 0, []
-        jobs = (partial(pack_matrix, block, bits, source.name) for block in self._blocks(source, bits))
+        jobs = (partial(pack_matrix, block, bits, source.name, powers) for block in self._blocks(source, bits))
         for tiles, tile_scales in self._in_order(jobs):
             self._write(packfile.DENSE_FILE, tiles, position)
             checksum = zlib.crc32(tiles, checksum)

@@ -4,21 +4,23 @@ Ownership: a table of slots owns its Policy and calls it under its own lock; not
 policy_init. A key is layer * experts + expert.
 """
 
-from libc.stdint cimport int32_t, uint8_t, uint16_t, uint64_t
+from libc.stdint cimport int32_t, uint8_t, uint64_t
 
 
-cdef struct Habit:              # what is known of one expert
-    float uses                  # decayed count of its uses
-    uint16_t age                # tokens since the last one; NEVER_USED if there was none
-    uint8_t rank                # quarter of the top_k it had then: 0 heaviest
+cdef enum:
+    RANK = 3                    # the features: three memories of uses, the rank of the last one, and 1
+    CONSTANT = 4
+    FEATURES = 5
 
 
 cdef struct Policy:
     int32_t layers
     int32_t experts             # of a layer
-    Habit* habits               # [layers * experts]
-    float* values               # [CELLS] expected discount until the next use
-    float* seen                 # [CELLS] how often a cell was observed
+    int32_t top_k               # of the last token observed
+    float* known                # [layers, FEATURES, experts] of each expert
+    float* values               # [layers * experts] estimated probability of a use at the next chance
+    double[FEATURES][FEATURES] moments  # what was seen, forgetting: products of features (the upper triangle),
+    double[FEATURES] used       # and their sums over the experts that were used
     int32_t* first              # [layers * BUCKETS] ends of the lists of idle slots, by layer and value
     int32_t* last
     uint64_t* filled            # [layers] bit b: bucket b holds a slot
@@ -39,4 +41,4 @@ cdef void policy_reach(Policy* policy, int32_t layer) noexcept nogil            
 
 # One token chose `ids` [top_k] with `weights` [top_k] in `layer`.
 cdef void policy_observe(Policy* policy, int32_t layer, const int32_t* ids, const float* weights, int32_t top_k) noexcept nogil
-cdef void policy_settle(Policy* policy, int32_t layer) noexcept nogil                 # after observing: sort its idle slots anew
+cdef void policy_settle(Policy* policy, int32_t layer) noexcept nogil                 # after observing: value its experts and sort its idle slots anew

@@ -7,7 +7,6 @@ factor is a power of two, so bfloat16 weights stay exact; the norms are stored i
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -45,29 +44,21 @@ def followers(tensors: Tensors) -> dict[str, list[str]]:
     return found
 
 
-def scaled(tensors: Tensors, factor_of: Callable[[str, list[str]], NDArray[np.float32]]) -> Tensors:
-    """The same function with other channels: each norm times `factor_of(norm, its matrices)` [hidden], powers of two, and the columns
-    divided by it."""
+def with_outliers(tensors: Tensors) -> Tensors:
+    """The same function with outlier channels: in every norm they are times FACTOR, and the columns divided by it."""
     changed = {name: tensor.copy() for name, tensor in tensors.items()}
+    channels = list(CHANNELS)
     for norm, matrices in followers(tensors).items():
-        factor = factor_of(norm, matrices)
-        changed[norm] = factor * (1 + changed[norm]) - 1
+        changed[norm][channels] = FACTOR * (1 + changed[norm][channels]) - 1
         for matrix in matrices:
-            changed[matrix] /= factor
+            changed[matrix][..., channels] /= FACTOR
     return changed
 
 
-def with_outliers(tensors: Tensors) -> Tensors:
-    """With outlier channels in every norm."""
-    factor = np.ones(len(tensors["model.norm.weight"]), np.float32)
-    factor[list(CHANNELS)] = FACTOR
-    return scaled(tensors, lambda norm, matrices: factor)
-
-
-def write_changed_checkpoint(source: Path, target: Path, change: Callable[[Tensors], Tensors] = with_outliers) -> Path:
-    """The checkpoint of one shard in `source`, changed, written to the new folder `target`."""
+def write_outlier_checkpoint(source: Path, target: Path) -> Path:
+    """The checkpoint of one shard in `source` with outlier channels, written to the new folder `target`."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors", "*.py", "__pycache__"))
-    tensors = change(read_safetensors(source / "model.safetensors"))
+    tensors = with_outliers(read_safetensors(source / "model.safetensors"))
     stored = {
         name: Stored.of(tensor, "F32" if name.endswith(("layernorm.weight", "model.norm.weight")) else "BF16")
         for name, tensor in tensors.items()

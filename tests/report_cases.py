@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sparseflow.benchmark import SCHEMA, SCHEMA_VERSION
+from sparseflow.bench_results import SCHEMA, SCHEMA_VERSION
 from sparseflow.trace import RouteTrace
 
 GIB = 2**30
@@ -25,7 +25,7 @@ def cell(name: str, mode: str, state: str, cache: int | None, speeds: list[float
         "tokens_match": [True] * n,
     }
     return {"name": name, "mode": mode, "state": state, "cache_bytes": cache, "not_run": None,
-            "tokens_match_with": "resident warm"} | (measured if n else {}) | changes
+            "prompt_tokens": 41, "new_tokens": 32, "replayed": None, "tokens_match_with": "resident warm"} | (measured if n else {}) | changes
 
 
 def results(model: str = "demo", **changes: Any) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def results(model: str = "demo", **changes: Any) -> dict[str, Any]:
         "versions": {"sparseflow": "0.1.0", "revision": None},
         "bandwidths": {"memory_bytes_per_second": 30e9, "disk_bytes_per_second": None},
         "model": {"folder": model},
-        "workload": {"prompt_tokens": 41, "new_tokens": 32, "threads": 2, "replayed": None},
+        "threads": 2,
         "cells": cells,
     } | changes
 

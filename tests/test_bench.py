@@ -385,6 +385,10 @@ def test_fields_follow_from_what_was_measured(packed_demo: Path) -> None:
     assert fields["ttft_bound_fraction"] == pytest.approx(first_s / 2.0)
     assert fields["tokens_match"] is True
 
+    fast = {**run, "rates": Rates(memory=1e9, disk=1.0)}  # the disk gave more during the run than beside it
+    fields = {name: values[0] for name, values in measured_fields([fast], footprint, None).items()}
+    assert fields["disk_bytes_per_second"] == pytest.approx(8 * stride / 2.0) and fields["tokens_match"] is None
+
     unknown = {**run, "decode": counts | {"physical_bytes": None}}
     fields = {name: values[0] for name, values in measured_fields([unknown], footprint, [1]).items()}
     assert (fields["physical_bytes"], fields["tokens_match"]) == (None, False)

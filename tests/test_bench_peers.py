@@ -48,6 +48,12 @@ def small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_speed, "buffer_size", lambda cache, available: 4 << 20)
 
 
+@pytest.fixture(autouse=True)
+def in_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package under test may be installed elsewhere."""
+    monkeypatch.setattr(bench_peers, "EXPORT", Path(__file__).parents[1] / "tools" / "export_gguf.py")
+
+
 @pytest.fixture
 def temporary(disk_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
     """Where peers put their files, on a disk."""

@@ -19,12 +19,14 @@ import numpy as np
 import pytest
 
 import sparseflow
-from packed_cases import BY_NAME, NAMES, PackedCases, forward
+from outliers import write_outlier_checkpoint
+from packed_cases import BY_NAME, DEMO, NAMES, PackedCases, forward
 from reference import ops
 from reference.agreement import Agreement, agree
 from reference.checkpoint import CheckpointTensors
 from reference.decoder import Reference
 from reference.packed import Int8Matrix, PackedTensors
+from sparseflow.pack import pack_checkpoint
 
 TOLERANCE = 1e-5  # of the largest logit
 LENGTHS = [1, 1, 1, 1, 2, 2, 3, 4, 6, 12]
@@ -76,6 +78,12 @@ def test_logits_equal_the_reference(name: str, cases: PackedCases) -> None:
 @pytest.mark.parametrize("name", ["interval4", "wide_experts"])
 def test_mixed_packs_equal_the_reference(name: str, experts: str, dense: str, cases: PackedCases) -> None:
     check(cases.packed(name, experts, dense), sequences(name, LENGTHS, seed=2))
+
+
+@pytest.mark.parametrize("experts, dense", [("int8", "int8"), ("int8", "bf16"), ("bf16", "int8")])
+def test_packs_with_channels_evened_out_equal_the_reference(experts: str, dense: str, tmp_path: Path) -> None:
+    pack_checkpoint(write_outlier_checkpoint(DEMO, tmp_path / "checkpoint"), tmp_path / "packed", experts=experts, dense=dense)
+    check(tmp_path / "packed", sequences("demo", LENGTHS, seed=4))
 
 
 @pytest.mark.slow

@@ -84,6 +84,18 @@ def test_an_expert_in_use_outlives_one_that_was_used_once(store: PackedStore) ->
     assert table.resident(0, 3)
 
 
+@pytest.mark.parametrize("heavy", [1, 2])
+def test_of_two_experts_used_alike_the_one_of_higher_rank_is_kept(store: PackedStore, heavy: int) -> None:
+    table = LeaseTable(store, TOP_K)
+    weights = np.array([0.3, 0.1, 0.1, 0.2], np.float32)
+    weights[heavy] = 0.4  # of experts 1 and 2; the other one is the lightest
+    weights[3 - heavy] = 0.05
+    step(table, 0, np.arange(TOP_K), weights)
+    with table.acquire(1, np.array([0], np.int32)) as lease:  # takes one slot: that of the expert worth least
+        lease.wait()
+    assert [table.resident(0, expert) for expert in range(TOP_K)] == [True, heavy == 1, heavy == 2, True]
+
+
 @given(
     slots=st.integers(TOP_K, 2 * LAYERS * TOP_K),
     seed=st.integers(0, 999),

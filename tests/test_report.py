@@ -25,7 +25,7 @@ from sparseflow.route_evidence import Leases
 from sparseflow.trace import RouteTrace
 
 SVG = "{http://www.w3.org/2000/svg}"
-PUBLISHED = sorted((Path(__file__).parent.parent / "bench" / "results").glob("stream_40_layers_*.json"))
+PUBLISHED = sorted((Path(__file__).parent.parent / "bench" / "results").glob("streaming_*.json"))
 
 
 def loaded(tmp_path: Path, **changes: Any) -> BenchmarkResults:

@@ -17,7 +17,7 @@ AGAINST_HELP = "Compare with this one: a pack (made with --experts bf16 --dense 
 
 def open_packed(model: str, **engine: Any) -> EngineModel:
     """A packed model; `engine` are the options of `engine_options`."""
-    return EngineModel(open_model(model, **engine))
+    return EngineModel(open_model(model, force=False, **engine))
 
 
 def open_reference(reference: str, **engine: Any) -> LanguageModel:

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 import click
 
+from sparseflow.checkpoint import family
 from sparseflow.cli.options import EXIT_STATUSES, INTERRUPTED, SparseFlowCommand
 from sparseflow.pack import pack_checkpoint
 from sparseflow.packfile import BITS
@@ -38,7 +39,8 @@ def main(source: str, destination: str, experts: str, dense: str, quiet: bool) -
 
     int8 halves the size: 8 bits a weight and one scale per 128 weights. bf16 keeps BF16 weights as they are (F32 and F16 ones are
     rounded to it, and the table says so), and is the reference to compare with. The router, the norms and other small tensors
-    are never quantised.
+    are never quantised. Where a norm has a few channels far larger than the rest, and the matrices behind it are as much smaller
+    there, int8 would lose both: powers of two are moved from one to the other first, which is exact, and the table says where.
 
     Memory stays under 1 GiB however large the model. If packing is interrupted, the same command continues where it stopped.
 
@@ -109,7 +111,7 @@ class ProgressLine:
 
 
 def report_table(report: dict[str, Any]) -> str:
-    """The manifest's report as lines of text: what went where, and what was rounded."""
+    """The manifest's report as lines of text: what went where, what was rounded, and which channels were evened out."""
     rows = [("", "tensors", "source", "packed")]
     parts = [report[key] for key in _PARTS]
     left_out = [report["left_out"][key] for key in _LEFT_OUT]
@@ -132,7 +134,31 @@ def report_table(report: dict[str, Any]) -> str:
         lines.append(
             f"rounded to bfloat16 from a wider type: {name} ({entry['tensors']} tensors, {entry['values_changed']} values changed)"
         )
-    return "\n".join(lines)
+    return "\n".join(lines + _equalised_lines(report["equalised"]))
+
+
+def _equalised_lines(equalised: dict[str, dict[str, int]]) -> list[str]:
+    """A line for each kind of norm that had channels evened out."""
+    lines = []
+    for kind in sorted({family(name) for name in equalised}):
+        found = {name: entry for name, entry in equalised.items() if family(name) == kind}
+        layers = [int(name.split(".")[1]) for name in found if name.startswith("layers.")]
+        channels = sum(entry["channels"] for entry in found.values())
+        factor = max(entry["largest_factor"] for entry in found.values())
+        where = f" of layers {_runs(layers)}" if layers else ""
+        lines.append(f"outlier channels evened out: {kind}{where} ({channels} channels, by up to {factor})")
+    return lines
+
+
+def _runs(numbers: list[int]) -> str:
+    """Ascending numbers, neighbours joined: 0-3, 5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _duration(seconds: float) -> str:

@@ -7,7 +7,7 @@ import numpy
 
 from sparseflow.kernels.arrays cimport data_of
 from sparseflow.kernels.isa cimport active_index
-from sparseflow.kernels.threads cimport keep, parallel_for, team, unit_function
+from sparseflow.kernels.threads cimport empty, keep, parallel_for, team, unit_function
 
 cdef extern from "csrc/attention.h":
     struct sf_attention:
@@ -30,12 +30,14 @@ cdef extern from "csrc/attention.h":
     unit_function *sf_attention_append_units
     unit_function *sf_attention_units
 
+cdef object _float32 = numpy.dtype(numpy.float32)
+
 PAGE_POSITIONS = SF_PAGE
 """Positions in one page of the KV cache. Keys: float32 [kv_heads, PAGE_POSITIONS / 16, head_dim, 16]; values:
 float32 [kv_heads, PAGE_POSITIONS, head_dim]."""
 
 
-def gated_attention(q_gate, k, v, const float[::1] q_weight, const float[::1] k_weight, cosine, sine, key_pages, value_pages,
+def gated_attention(q_gate, k, v, q_weight, k_weight, cosine, sine, key_pages, value_pages,
                     Py_ssize_t position, float eps, int threads=1):
     """Appends a chunk's keys and values to the cache and attends; out float32 [tokens, heads * head_dim].
 
@@ -48,15 +50,16 @@ def gated_attention(q_gate, k, v, const float[::1] q_weight, const float[::1] k_
     """
     cdef float[:, ::1] q_gate_view = q_gate, k_view = k
     cdef const float[:, ::1] v_view = v, cosine_view = cosine, sine_view = sine
+    cdef const float[::1] q_factors = q_weight, k_factors = k_weight
     cdef const uint64_t[::1] key_pages_view = key_pages, value_pages_view = value_pages
-    cdef Py_ssize_t tokens = q_gate_view.shape[0], head_dim = q_weight.shape[0]
+    cdef Py_ssize_t tokens = q_gate_view.shape[0], head_dim = q_factors.shape[0]
     cdef Py_ssize_t heads = q_gate_view.shape[1] // (2 * head_dim), kv_heads = k_view.shape[1] // head_dim
     cdef Py_ssize_t pages = (position + tokens + SF_PAGE - 1) // SF_PAGE
     cdef Py_ssize_t parts
     cdef sf_attention call
     if (tokens == 0 or kv_heads < 1 or heads % kv_heads or q_gate_view.shape[1] != heads * 2 * head_dim
             or k_view.shape[1] != kv_heads * head_dim or v_view.shape[1] != k_view.shape[1] or k_view.shape[0] != tokens
-            or v_view.shape[0] != tokens or k_weight.shape[0] != head_dim or cosine_view.shape[0] != tokens
+            or v_view.shape[0] != tokens or k_factors.shape[0] != head_dim or cosine_view.shape[0] != tokens
             or sine_view.shape[0] != tokens or sine_view.shape[1] != cosine_view.shape[1] or 2 * cosine_view.shape[1] > head_dim):
         raise ValueError(f"queries [{tokens}, {q_gate_view.shape[1]}] and keys [{k_view.shape[0]}, {k_view.shape[1]}] do not make "
                          f"heads of {head_dim}")
@@ -64,13 +67,13 @@ def gated_attention(q_gate, k, v, const float[::1] q_weight, const float[::1] k_
         raise ValueError(f"{key_pages_view.shape[0]} pages of cache do not hold {position + tokens} positions")
     if threads < 1:
         raise ValueError(f"{threads} threads")
-    result = numpy.empty((tokens, heads * head_dim), numpy.float32)
-    scores = numpy.empty((team(threads), SF_HEADS_AT_ONCE * pages * SF_PAGE), numpy.float32)
+    result = empty((tokens, heads * head_dim), _float32)
+    scores = empty((team(threads), SF_HEADS_AT_ONCE * pages * SF_PAGE), _float32)
     call.q_gate = &q_gate_view[0, 0]
     call.k = &k_view[0, 0]
     call.v = &v_view[0, 0]
-    call.q_weight = &q_weight[0]
-    call.k_weight = &k_weight[0]
+    call.q_weight = &q_factors[0]
+    call.k_weight = &k_factors[0]
     call.cosine = &cosine_view[0, 0]
     call.sine = &sine_view[0, 0]
     call.key_pages = &key_pages_view[0]
@@ -86,7 +89,7 @@ def gated_attention(q_gate, k, v, const float[::1] q_weight, const float[::1] k_
     call.score_stride = pages * SF_PAGE
     call.eps = eps
     parts = (heads // kv_heads + SF_HEADS_AT_ONCE - 1) // SF_HEADS_AT_ONCE
-    keep((q_gate, k, v, cosine, sine, key_pages, value_pages, result, scores))
+    keep((q_gate, k, v, q_weight, k_weight, cosine, sine, key_pages, value_pages, result, scores))
     with nogil:
         parallel_for(sf_attention_append_units[active_index()], &call, sizeof(call), tokens, threads,
                      4 * tokens * (heads + kv_heads) * head_dim)

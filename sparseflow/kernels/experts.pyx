@@ -8,7 +8,7 @@ import numpy
 from sparseflow.kernels.arrays cimport data_of
 from sparseflow.kernels.isa cimport active_index
 from sparseflow.kernels.linear cimport Quantized, padded_columns, sf_quantized
-from sparseflow.kernels.threads cimport keep, parallel_for, unit_function
+from sparseflow.kernels.threads cimport empty, keep, parallel_for, unit_function
 
 cdef extern from "csrc/experts.h":
     struct sf_experts:
@@ -51,7 +51,6 @@ cdef extern from "csrc/experts.h":
     unit_function *sf_combine_units
     unit_function *sf_router_units
 
-cdef object _empty = numpy.empty
 cdef object _float32 = numpy.dtype(numpy.float32)
 cdef object _int32 = numpy.dtype(numpy.int32)
 cdef object _uint64 = numpy.dtype(numpy.uint64)
@@ -71,8 +70,8 @@ def route(router_logits, Py_ssize_t top_k, int threads=1):
     cdef sf_router call
     if logits.shape[0] == 0 or not 1 <= top_k <= logits.shape[1]:
         raise ValueError(f"cannot choose {top_k} of {logits.shape[1]} experts for {logits.shape[0]} tokens")
-    ids = _empty((logits.shape[0], top_k), _int32)
-    weights = _empty((logits.shape[0], top_k), _float32)
+    ids = empty((logits.shape[0], top_k), _int32)
+    weights = empty((logits.shape[0], top_k), _float32)
     call.logits = &logits[0, 0]
     call.given = NULL
     call.ranked = False
@@ -103,8 +102,8 @@ def route_given(router_logits, given_ids, bint ranked=False, int threads=1):
         for k in range(given.shape[1]):
             if not 0 <= given[token, k] < logits.shape[1]:
                 raise ValueError(f"expert id {given[token, k]} is not below {logits.shape[1]}")
-    ids = _empty((given.shape[0], given.shape[1]), _int32)
-    weights = _empty((given.shape[0], given.shape[1]), _float32)
+    ids = empty((given.shape[0], given.shape[1]), _int32)
+    weights = empty((given.shape[0], given.shape[1]), _float32)
     call.logits = &logits[0, 0]
     call.given = &given[0, 0]
     call.ranked = ranked
@@ -164,7 +163,7 @@ cdef class ExpertBatch:
             distinct += next_pair[expert + 1] > 0
             next_pair[expert + 1] += next_pair[expert]
         self.distinct = distinct
-        self.experts = _empty(distinct, _int32)
+        self.experts = empty((distinct,), _int32)
         experts = <int32_t *>data_of(self.experts)
         distinct = 0
         for expert in range(num_experts):
@@ -180,12 +179,12 @@ cdef class ExpertBatch:
                 next_pair[ids[token, k]] += 1
 
         self.x, self.quantized = x, quantized
-        self.out = _empty((tokens, top_k, hidden), _float32)
+        self.out = empty((tokens, top_k, hidden), _float32)
         self.call.hidden = hidden
         self.call.hidden_padded = padded_columns(hidden)
         self.call.intermediate = intermediate
         self.call.intermediate_padded = padded_columns(intermediate)
-        self.h = _empty((pairs, self.call.intermediate_padded), _float32)
+        self.h = empty((pairs, self.call.intermediate_padded), _float32)
         self.call.bits = layout.bits
         self.call.gate_up_unit_tiles = sf_unit_tiles(2 * self.call.hidden_padded * 16 * (layout.bits // 8))
         self.call.down_unit_tiles = sf_unit_tiles(self.call.intermediate_padded * 16 * (layout.bits // 8))
@@ -222,8 +221,8 @@ cdef class ExpertBatch:
         part.count = count
         if count == 0:
             return part
-        bounds = _empty((2, count), _int32)
-        copied = _empty(count, _uint64)
+        bounds = empty((2, count), _int32)
+        copied = empty((count,), _uint64)
         pairs = <int32_t *>data_of(bounds)
         where = <uint64_t *>data_of(copied)
         for i in range(count):

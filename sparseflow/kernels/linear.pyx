@@ -10,7 +10,7 @@ import numpy
 
 from sparseflow.kernels.arrays cimport data_of
 from sparseflow.kernels.isa cimport active_index
-from sparseflow.kernels.threads cimport keep, locate_function, parallel_for, unit_function
+from sparseflow.kernels.threads cimport empty, keep, locate_function, parallel_for, unit_function
 
 cdef extern from "csrc/linear.h":
     struct sf_linear:
@@ -29,7 +29,6 @@ cdef extern from "csrc/linear.h":
     unit_function *sf_linear_int8_units
     unit_function *sf_linear_bf16_units
 
-cdef object _empty = numpy.empty
 cdef object _float32 = numpy.dtype(numpy.float32)
 cdef object _int8 = numpy.dtype(numpy.int8)
 cdef object _int32 = numpy.dtype(numpy.int32)
@@ -50,9 +49,9 @@ cdef class Quantized:
 
     cdef int allocate(self, Py_ssize_t tokens, Py_ssize_t columns) except -1:
         cdef Py_ssize_t padded = padded_columns(columns)
-        self.codes = _empty((tokens, padded), _int8)
-        self.scales = _empty((tokens, padded // 32), _float32)
-        self.corrections = _empty((tokens, padded // 32), _int32)
+        self.codes = empty((tokens, padded), _int8)
+        self.scales = empty((tokens, padded // 32), _float32)
+        self.corrections = empty((tokens, padded // 32), _int32)
         self.tokens = tokens
         self.columns = columns
         self.view.codes = <int8_t *>data_of(self.codes)
@@ -152,7 +151,7 @@ cdef class Matrix:
         if self.bits == 16:
             call.x = &activations[0, 0]
         if onto is None:
-            result = _empty((call.tokens, self.rows), _float32)
+            result = empty((call.tokens, self.rows), _float32)
             call.y = <float *>data_of(result)
             call.onto = False
         else:

@@ -16,3 +16,7 @@ cdef int keep(tuple objects) except -1
 
 # Threads that a call within a Step, or outside of one, is shared by.
 cdef int team(int threads) noexcept nogil
+
+# An array for a kernel to fill. Within a Step, a large one that nobody refers to any more is used again: memory fresh from the
+# system costs more than filling it.
+cdef object empty(tuple shape, object dtype)

@@ -11,6 +11,8 @@ from libc.string cimport memcpy
 
 import numbers
 
+import numpy
+
 from sparseflow.errors import OptionError
 from sparseflow.limits import processors
 
@@ -38,11 +40,15 @@ cdef extern from *:
     """
     void *sf_recording
 
+cdef extern from "Python.h":
+    Py_ssize_t Py_REFCNT(object array)
+
 cdef enum:
     LITTLE_WORK = 1 << 16       # about as long as waking another thread takes
     LITTLE_WORK_AWAKE = 1 << 13  # about as long as passing a barrier takes
     OPERATIONS = 64             # of a step: when there are more, it runs those it has
     ARGUMENT_BYTES = 256
+    LARGE = 1 << 14             # elements
 
 
 cdef class Step:
@@ -66,6 +72,7 @@ cdef class Step:
     cdef sf_phase *phases
     cdef sf_stretch *stretches
     cdef list kept
+    cdef dict arrays            # (shape, dtype) -> large arrays made for the kernels of this step
     cdef void *outer
 
     def __cinit__(self, int threads):
@@ -73,6 +80,7 @@ cdef class Step:
             raise OptionError(f"a step of {threads} threads; it takes at least 1")
         self.threads = threads
         self.kept = []
+        self.arrays = {}
         self.operations = <sf_operation *>malloc(OPERATIONS * sizeof(sf_operation))
         self.arguments = <uint8_t *>malloc(OPERATIONS * ARGUMENT_BYTES)
         self.phases = <sf_phase *>malloc(OPERATIONS * sizeof(sf_phase))
@@ -144,6 +152,22 @@ cdef int keep(tuple objects) except -1:
     if sf_recording != NULL:
         (<Step>sf_recording).kept.append(objects)
     return 0
+
+
+cdef object empty(tuple shape, object dtype):
+    cdef Py_ssize_t count = 1
+    cdef list made
+    for length in shape:
+        count *= length
+    if sf_recording == NULL or count < LARGE:
+        return numpy.empty(shape, dtype)
+    made = (<Step>sf_recording).arrays.setdefault((shape, dtype), [])
+    for array in made:
+        if Py_REFCNT(array) == 2:       # the list's, and this loop's
+            return array
+    array = numpy.empty(shape, dtype)
+    made.append(array)
+    return array
 
 
 cdef int team(int threads) noexcept nogil:

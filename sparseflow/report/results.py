@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from sparseflow.benchmark import SCHEMA, SCHEMA_VERSION
+from sparseflow.bench_results import SCHEMA, SCHEMA_VERSION
 from sparseflow.errors import OptionError, StorageError
 
 MODES = ("resident", "streaming", "offload")
@@ -58,7 +58,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkResults:
-    """One results.json. source: the name of its file; replayed: label of recorded routes, or None."""
+    """One results.json. source: the name of its file; replayed: labels of recorded routes, or None."""
 
     source: str
     model: str
@@ -91,18 +91,23 @@ def load_results(path: str | os.PathLike[str]) -> BenchmarkResults:
 
 
 def _results(source: str, content: dict[str, Any]) -> BenchmarkResults:
-    machine, versions, workload, speeds = (content[name] for name in ("machine", "versions", "workload", "bandwidths"))
+    machine, versions, speeds, cells = (content[name] for name in ("machine", "versions", "bandwidths", "cells"))
     bandwidths = {name: speeds[f"{name}_bytes_per_second"] for name in ("memory", "disk")}
     return BenchmarkResults(
         source=source,
         model=str(content["model"]["folder"]),
         machine=f"{machine['processor']}, {machine['processors']} processors, {machine['isa']}",
         versions=f"SparseFlow {versions['sparseflow']}" + (f" ({versions['revision']})" if versions.get("revision") else ""),
-        workload=f"{workload['prompt_tokens']} prompt tokens, {workload['new_tokens']} new, {workload['threads']} threads",
-        replayed=workload.get("replayed"),
+        workload=f"{_several(cells, 'prompt_tokens')} prompt tokens, {_several(cells, 'new_tokens')} new, {content['threads']} threads",
+        replayed=_several(cells, "replayed") or None,
         bandwidths={name: float(speed) for name, speed in bandwidths.items() if speed is not None},
-        cells=tuple(_cell(cell) for cell in content["cells"]),
+        cells=tuple(_cell(cell) for cell in cells),
     )
+
+
+def _several(cells: list[dict[str, Any]], name: str) -> str:
+    """What the cells say of themselves, each once, in words."""
+    return ", ".join(dict.fromkeys(str(cell[name]) for cell in cells if cell[name] is not None))
 
 
 def _cell(cell: dict[str, Any]) -> Cell:

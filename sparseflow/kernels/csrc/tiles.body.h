@@ -108,7 +108,7 @@ SF_INLINE I i_dot(I sum, W w, const int8_t *x)
 #define SF_BF16_ROWS 4
 #elif SF_LANES_AVX2
 #define SF_PREFETCH_BYTES 1024
-#define SF_INT8_ROWS 2
+#define SF_INT8_ROWS 4
 #define SF_BF16_ROWS 1
 #else
 #define SF_PREFETCH_BYTES 1024
