@@ -18,6 +18,7 @@ cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_init(pthread_mutex_t* mutex, const void* attributes) noexcept
     int pthread_mutex_destroy(pthread_mutex_t* mutex) noexcept
     int pthread_mutex_lock(pthread_mutex_t* mutex) noexcept
+    int pthread_mutex_trylock(pthread_mutex_t* mutex) noexcept
     int pthread_mutex_unlock(pthread_mutex_t* mutex) noexcept
 
 
@@ -55,6 +56,7 @@ cdef void extents_destroy(Extents* extents) noexcept nogil
 
 cdef bint extents_enter(Extents* extents) noexcept nogil    # False when closed; else extents_leave must follow
 cdef void extents_leave(Extents* extents) noexcept nogil
+cdef bint extents_unused(Extents* extents) noexcept nogil   # whether there are no leases, and nobody is inside; does not wait
 cdef bint extents_lease(Extents* extents) noexcept nogil    # False when closed; else extents_unlease must follow
 cdef void extents_unlease(Extents* extents) noexcept nogil
 

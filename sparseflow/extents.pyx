@@ -70,7 +70,7 @@ cdef extern from *:
         (void)number, (void)context;
         for (int i = 0; i < SF_GUARDS; i++) {
             uintptr_t base = __atomic_load_n(&sf_guards[i].base, __ATOMIC_ACQUIRE);
-            if (base == 0 || at < base || at - base >= sf_guards[i].bytes) continue;
+            if (info->si_code <= 0 || base == 0 || at < base || at - base >= sf_guards[i].bytes) continue;
             long none = -1;
             uintptr_t page = at / sf_page * sf_page, rest = base + sf_guards[i].bytes - page;
             size_t zeros = rest < SF_ZEROS ? rest : SF_ZEROS;   /* many at once: each piece may cost a mapping */
@@ -81,6 +81,7 @@ cdef extern from *:
             }
         }
         sigaction(SIGBUS, &sf_before, NULL);                    /* the access is repeated, and theirs */
+        if (info->si_code <= 0) raise(number);                  /* unless it was sent, and there is no access */
         errno = saved;
     }
 
@@ -191,6 +192,17 @@ cdef void extents_leave(Extents* extents) noexcept nogil:
     pthread_mutex_lock(&extents.users)
     extents.calls -= 1
     pthread_mutex_unlock(&extents.users)
+
+
+cdef bint extents_unused(Extents* extents) noexcept nogil:
+    cdef bint unused
+    if pthread_mutex_trylock(&extents.users) != 0:
+        return False
+    unused = extents.leases == 0 and extents.calls == 0 and pthread_mutex_trylock(&extents.dropping) == 0
+    if unused:
+        pthread_mutex_unlock(&extents.dropping)
+    pthread_mutex_unlock(&extents.users)
+    return unused
 
 
 cdef bint extents_lease(Extents* extents) noexcept nogil:

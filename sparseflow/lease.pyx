@@ -11,7 +11,7 @@ from libc.stdlib cimport free, malloc
 
 from sparseflow.extents cimport extents_lost, pthread_t
 from sparseflow.pins cimport table_address, table_admit, table_ready, table_release
-from sparseflow.slots cimport Pins, Table, table_forked
+from sparseflow.slots cimport Pins, Table, table_forked, table_inherit
 from sparseflow.store cimport PackedStore
 
 import numpy as np
@@ -28,7 +28,7 @@ cdef object _uint64 = np.dtype(np.uint64)
 
 
 cdef int check_process(PackedStore store, Table* table) except -1:
-    if table_forked(table):
+    if table_forked(table) and not table_inherit(table):
         raise SparseFlowError(
             f"{store.path}: opened by another process, of which this is a fork; open the model again in this one")
     return 0
@@ -188,8 +188,8 @@ cdef class Lease:
 
     def __exit__(self, kind, *exception) -> None:
         """Releases. Raises StorageError when what was computed meanwhile is void, because a page was lost under it."""
+        lost = extents_lost(&self.store.extents)        # while the store cannot be closed
         self.release()
-        lost = extents_lost(&self.store.extents)
         if kind is None and lost >= 0:
             raise self.store.error(lost, EIO)
 

@@ -165,7 +165,7 @@ cdef class LeaseTable:
         Raises
             OptionError: ids of another form, or experts that do not exist.
             CapacityError: more ids than slots (ask for them in waves of at most `slots`), or waiting could never end.
-            SparseFlowError: the store is closed.
+            SparseFlowError: the store is closed, or this is a fork of a process that was using it, or of one whose table is direct.
         """
         return self.reserve(self.request(layer, ids), True)
 

@@ -44,6 +44,7 @@ def load(
     force: bool = False,
     check_finite: bool = False,
     progress: Progress | None = None,
+    on_warning: Callable[[str], None] | None = None,
 ) -> Model:
     """Opens a packed model.
 
@@ -61,6 +62,7 @@ def load(
         check_finite: after every layer, look for NaN and infinity, and name the layer where they began. Without it they are found in
             the logits, too, but not where they come from.
         progress: called as progress(what, done, total) with bytes while weights are read.
+        on_warning: called with each of `Model.warnings` before any weights are read.
 
     The quick checks of `sparseflow doctor` are made first; `Model.warnings` tells what they warn of. Raises PackedModelError for a
     folder that is no complete packed model, OptionError for a bad argument, CapacityError when the cache or the memory is too
@@ -82,7 +84,14 @@ def load(
     for check in checks:
         if check.status == "fail" and not force:
             raise CapacityError(f"{check.text}: {check.advice}, or force it (--force, force=True)")
-    warnings = tuple(f"{check.text}: {check.advice}" for check in checks if check.status in ("warning", "fail"))
+    warnings = tuple(
+        f"{check.text}: {check.advice}" + ("; forced all the same, it may be slow, fail or be killed" if check.status == "fail" else "")
+        for check in checks
+        if check.status in ("warning", "fail")
+    )
+    if on_warning is not None:
+        for warning in warnings:
+            on_warning(warning)
     return Model(manifest, slots, cache == "resident", threads, strict, context, prefill_chunk, prefetch, check_finite, progress, warnings)
 
 

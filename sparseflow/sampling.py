@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.random import PCG64, Generator  # now, since numpy itself would load it when memory may be scarce
 
 from sparseflow.errors import OptionError, PackedModelError
 from sparseflow.finite import require_finite_logits
@@ -81,7 +82,7 @@ class Sampler:
 
     def __init__(self, options: SamplingOptions | None = None) -> None:
         self.options = options or SamplingOptions()
-        self._random = np.random.Generator(np.random.PCG64(self.options.seed))
+        self._random = Generator(PCG64(self.options.seed))
 
     def next(self, logits: np.ndarray, history: Sequence[int] = ()) -> int:
         """The next id.

@@ -80,7 +80,7 @@ cdef struct Totals:
 
 cdef struct Table:
     Extents* extents
-    pid_t process           # who made it: a forked child may not touch what is `direct`
+    pid_t process           # whose it is: a forked child may touch it once it has inherited it
     Readers readers         # used if `direct`
     bint direct             # slices are read into memory of the table's own, not mapped
     int32_t num_slots
@@ -102,7 +102,10 @@ cdef int table_init(Table* table, Extents* extents, int32_t layers, int32_t num_
 # Frees the slots and all that is known of them; the totals stay. Nobody may be in another call but table_totals and table_resident.
 cdef void table_close(Table* table) noexcept nogil
 cdef void table_destroy(Table* table) noexcept nogil
-cdef bint table_forked(Table* table) noexcept nogil             # whether this process may not touch it
+# Whether it is another process's. Then none of the calls below may be made but those that ask, table_close and table_release.
+cdef bint table_forked(Table* table) noexcept nogil
+# Makes it this forked child's own, if nobody was using it at the fork and no other threads belong to it: whether it is.
+cdef bint table_inherit(Table* table) noexcept nogil
 # Tokens [n] chose ids [n, top_k], each row ascending, with those weights.
 cdef void table_observe(
     Table* table, int32_t layer, const int32_t* ids, const float* weights, Py_ssize_t n, int32_t top_k) noexcept nogil

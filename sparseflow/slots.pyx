@@ -8,6 +8,10 @@ Design
     to be evicted; a leased slot is not, so it cannot be.
 
     How leases pin slots is in pins.pyx, who waits for whom in waiting.pyx, reading ahead in prefetch.pyx.
+
+Fork
+    A child inherits the table of a mapping when nobody was using it at that moment. One that reads past the page cache has
+    threads and memory that a child does not get (readers.pyx).
 """
 
 from libc.errno cimport ENOMEM
@@ -17,7 +21,8 @@ from libc.string cimport memset
 from posix.unistd cimport getpid
 
 from sparseflow.extents cimport (
-    Extents, extents_forget, pthread_cond_t, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
+    Extents, extents_forget, extents_unused, pthread_cond_t, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
+    pthread_mutex_trylock, pthread_mutex_unlock,
 )
 from sparseflow.policy cimport policy_destroy, policy_init, policy_insert, policy_observe, policy_remove, policy_settle, policy_victim
 from sparseflow.readers cimport readers_begin, readers_destroy, readers_init
@@ -67,7 +72,7 @@ cdef int table_init(Table* table, Extents* extents, int32_t layers, int32_t num_
 
 
 cdef void table_close(Table* table) noexcept nogil:
-    cdef bint own = table.process == getpid()
+    cdef bint own = not table_forked(table)
     if own:                                                     # in a child, somebody may hold it for ever
         pthread_mutex_lock(&table.lock)
     readers_destroy(&table.readers)
@@ -84,13 +89,25 @@ cdef void table_close(Table* table) noexcept nogil:
 
 cdef void table_destroy(Table* table) noexcept nogil:
     table_close(table)
-    if table.process == getpid():                               # destroying what somebody waits for is waiting for them
+    if not table_forked(table):                                 # destroying what somebody waits for is waiting for them
         pthread_cond_destroy(&table.released)
         pthread_mutex_destroy(&table.lock)
 
 
 cdef bint table_forked(Table* table) noexcept nogil:
-    return table.direct and table.process != getpid()
+    return table.process != getpid()
+
+
+cdef bint table_inherit(Table* table) noexcept nogil:
+    # A lock that was held at the fork stays so for ever, and so do the leases of threads that the child does not have.
+    cdef bint unused
+    if table.direct or pthread_mutex_trylock(&table.lock) != 0:
+        return False
+    unused = table.open == NULL and table.waiting == NULL and table.totals.dropping == 0 and extents_unused(table.extents)
+    if unused:
+        table.process = getpid()
+    pthread_mutex_unlock(&table.lock)
+    return unused
 
 
 # --- lists of slots, under the lock ---
@@ -159,6 +176,8 @@ cdef void lost(Table* table, int32_t s) noexcept nogil:
 cdef void table_observe(
         Table* table, int32_t layer, const int32_t* ids, const float* weights, Py_ssize_t n, int32_t top_k) noexcept nogil:
     cdef Py_ssize_t token
+    if table_forked(table):
+        return
     pthread_mutex_lock(&table.lock)
     for token in range(n):
         policy_observe(&table.policy, layer, ids + token * top_k, weights + token * top_k, top_k)
@@ -170,18 +189,23 @@ cdef void table_observe(
 
 cdef bint table_resident(Table* table, Py_ssize_t key) noexcept nogil:
     cdef int32_t s
-    cdef bint resident = False
-    pthread_mutex_lock(&table.lock)
+    cdef bint resident = False, own = not table_forked(table)       # in a child, nothing changes, and the lock may be held for ever
+    if own:
+        pthread_mutex_lock(&table.lock)
     if table.slots != NULL:
         s = table.index[key]
         resident = s != NONE and table.slots[s].state == RESIDENT
-    pthread_mutex_unlock(&table.lock)
+    if own:
+        pthread_mutex_unlock(&table.lock)
     return resident
 
 
 cdef Totals table_totals(Table* table) noexcept nogil:
     cdef Totals totals
-    pthread_mutex_lock(&table.lock)
+    cdef bint own = not table_forked(table)
+    if own:
+        pthread_mutex_lock(&table.lock)
     totals = table.totals
-    pthread_mutex_unlock(&table.lock)
+    if own:
+        pthread_mutex_unlock(&table.lock)
     return totals

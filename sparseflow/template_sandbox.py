@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import update_wrapper, wraps
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import jinja2
 from jinja2 import nodes
@@ -71,7 +71,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.filters["__tick"] = jinja2.pass_context(lambda context, characters: self._spend(characters))
         self.filters["__literal"] = self._literal
         self.filters["__concatenate"] = self._concatenate
-        self.tests = {name: self._guarded_test(function) for name, function in self.tests.items()}
+        self.tests = {name: self._guarded_test(cast(Callable[..., Any], function)) for name, function in self.tests.items()}
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)

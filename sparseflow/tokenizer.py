@@ -9,19 +9,27 @@ from __future__ import annotations
 
 import codecs
 import json
+import mmap
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from sparseflow.errors import OptionError, PackedModelError
+from sparseflow.errors import CapacityError, OptionError, PackedModelError
+from sparseflow.sizes import format_bytes
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
+
+# What the library takes at most, as measured with tokenizers 0.23: loading 10 to 18 bytes for one of a large or small
+# tokenizer.json, encoding 140 to 433 bytes for one of text.
+_LOADED_BYTES = 20
+_ENCODED_BYTES = 512
+_LEAST_BYTES = 1 << 20
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -46,6 +54,8 @@ class Tokenizer:
         config: tokenizer_config.json; empty when the folder has none.
         generation_config: generation_config.json; empty when the folder has none.
         eos_token_ids: the ids that end a text, from generation_config.json, else from tokenizer_config.json's `eos_token`.
+
+    All methods that encode or decode raise CapacityError when there is too little memory.
 
     Thread-safety: all methods may be called from several threads at once.
     """
@@ -72,13 +82,14 @@ class Tokenizer:
     def from_folder(cls, folder: str | Path) -> Tokenizer:
         """Read tokenizer.json, and tokenizer_config.json and generation_config.json where the folder has them.
 
-        Raises PackedModelError when tokenizer.json is missing, or a file is damaged or of a kind that is not supported.
+        Raises PackedModelError when tokenizer.json is missing, or a file is damaged or of a kind that is not supported;
+        CapacityError when there is too little memory.
         """
         folder = Path(folder)
         path = folder / TOKENIZER_FILE
         if not path.is_file():
             raise PackedModelError(f"{path} is missing: copy the checkpoint's tokenizer files into this folder (Session.forward runs on token ids without them)")
-        with _library(f"{path} cannot be read as a tokenizer"):
+        with _library(f"{path} cannot be read as a tokenizer", _LOADED_BYTES * path.stat().st_size):
             backend = tokenizers.Tokenizer.from_file(str(path))
         return cls(backend, config=_read_json(folder / TOKENIZER_CONFIG_FILE),
                    generation_config=_read_json(folder / GENERATION_CONFIG_FILE), source=str(path))
@@ -103,14 +114,14 @@ class Tokenizer:
         `add_special_tokens` also adds what the checkpoint puts around every text (nothing in Qwen's files).
         """
         check_unicode(text, "the prompt")
-        with _library(f"{self._source} cannot encode the text"):
+        with self._encoding(text):
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of `text` in which nothing is a control token: `<|im_end|>` is encoded as ten plain characters."""
         check_unicode(text, "the text")
         normalized = self.normalize(text)
-        with _library(f"{self._source} cannot encode the text"):
+        with self._encoding(text):
             if not (self._control_pattern.search(text) or self._control_pattern.search(normalized)):
                 return self._backend.encode(text, add_special_tokens=False).ids
             # The library always parses added tokens, so its stages are run one by one.
@@ -120,13 +131,13 @@ class Tokenizer:
 
     def normalize(self, text: str) -> str:
         """`text` in the normal form the vocabulary was made for (NFC in Qwen's files)."""
-        with _library(f"{self._source} cannot normalize the text"):
+        with self._encoding(text):
             return self._backend.normalizer.normalize_str(text) if self._backend.normalizer else text
 
     def split_control_tokens(self, text: str) -> list[str | int]:
         """`text` cut at its control tokens: the ids of those, and the stretches of text between them (empty ones left out)."""
         check_unicode(text, "the text")
-        with _library(f"{self._source} cannot encode the text"):
+        with self._encoding(text):
             encoding = self._backend.encode(text, add_special_tokens=False)
         ids_of_control_tokens = set(self.control_tokens.values())
         parts: list[str | int] = []
@@ -146,7 +157,8 @@ class Tokenizer:
         """The bytes of UTF-8 one id stands for; none for an id beyond the vocabulary."""
         known = self._bytes_of_id.get(token_id)
         if known is None:
-            token = self._backend.id_to_token(token_id) or ""
+            with _library(f"{self._source} cannot tell the token {token_id}"):
+                token = self._backend.id_to_token(token_id) or ""
             try:
                 known = bytes([_BYTE_OF_CHARACTER[character] for character in token])
             except KeyError:  # an added token that is not spelled in the byte alphabet
@@ -161,6 +173,10 @@ class Tokenizer:
     def stream(self) -> StreamDecoder:
         """A decoder for ids that arrive one at a time."""
         return StreamDecoder(self)
+
+    def _encoding(self, text: str) -> AbstractContextManager[None]:
+        most = len(text) if text.isascii() else 4 * len(text)
+        return _library(f"{self._source} cannot encode the text", _ENCODED_BYTES * most)
 
     def _find_eos_token_ids(self) -> tuple[int, ...]:
         found = self.generation_config.get("eos_token_id")
@@ -211,8 +227,17 @@ def token_text(entry: Any) -> str | None:
 
 
 @contextmanager
-def _library(problem: str) -> Iterator[None]:
-    """What the library raises becomes a PackedModelError that begins with `problem`."""
+def _library(problem: str, needs: int = 0) -> Iterator[None]:
+    """What the library raises becomes a PackedModelError that begins with `problem`.
+
+    It ends the process when it is refused memory. So it is tried before whether the bytes that it may need can be had, and
+    CapacityError raised if not.
+    """
+    needs += _LEAST_BYTES
+    try:
+        mmap.mmap(-1, needs, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except OSError as error:
+        raise CapacityError(f"{problem}: {format_bytes(needs)} of memory for it cannot be had: {error.strerror}") from error
     try:
         yield
     except BaseException as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,12 @@ def each_isa(request: pytest.FixtureRequest) -> Iterator[str]:
     isa.select(request.param)
     yield request.param
     isa.select(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def ctrl_c() -> None:
+    """A suite that a shell started in the background ignores SIGINT, and so would all processes that tests start and stop by it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -50,10 +50,9 @@ def test_verify_tells_why_it_cannot(packed_demo: Path) -> None:
     assert not fits[0] and fits[-1]
 
 
-@pytest.mark.parametrize("options", [[], ["--strict"], ["--cache", "resident"]], ids=["mapped", "strict", "resident"])
-def test_forced_it_runs_or_tells_why_not(packed_demo: Path, options: list[str]) -> None:
-    command = ["run", str(packed_demo), "The red fox", "--max-new-tokens", "4", "--threads", "1", "--force", *options]
-    if not options:
-        command += ["--cache", "1MiB"]
-    fits = [is_told(limited(room * MIB, *command)) for room in (1, 4, 8, 12, 16, 24, 32, 48, 64, 128, 1024)]
+@pytest.mark.parametrize("threads", ["1", "3"])
+@pytest.mark.parametrize("options", [["--cache", "1MiB"], ["--strict"], ["--cache", "resident"]], ids=["mapped", "strict", "resident"])
+def test_forced_it_runs_or_tells_why_not(packed_demo: Path, options: list[str], threads: str) -> None:
+    command = ["run", str(packed_demo), "The red fox", "--max-new-tokens", "4", "--threads", threads, "--force", *options]
+    fits = [is_told(limited(room * MIB, *command)) for room in (1, 6, 8, 9, 10, 11, 12, 14, 18, 24, 32, 48, 128, 1024)]
     assert not fits[0] and fits[-1]

@@ -82,3 +82,15 @@ with open(sys.argv[2], "w+b") as file:
     done = subprocess.run([sys.executable, "-P", "-c", program, str(path), str(path.parent / "other")], capture_output=True)
     assert done.returncode == -signal.SIGBUS
     assert os.path.getsize(path.parent / "other") == 0
+
+
+def test_a_signal_that_somebody_sends_ends_the_process(path: Path) -> None:
+    program = """
+import os, signal, sys
+from sparseflow.store import PackedStore
+store = PackedStore(sys.argv[1])
+os.kill(os.getpid(), signal.SIGBUS)
+print("still here")
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", program, str(path)], capture_output=True)
+    assert (done.returncode, done.stdout) == (-signal.SIGBUS, b"")

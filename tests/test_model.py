@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from expert_store import without_direct_reads
 
@@ -181,6 +183,48 @@ def test_a_forked_child_computes_the_same(packed_demo: Path) -> None:
         assert receiver.poll(60), "the child hangs"
         assert receiver.recv_bytes() == expected
         child.join()
+
+
+def forked_answer(model: sparseflow.Model) -> str:
+    """What a forked child gets from a forward, or is told."""
+
+    def child() -> None:
+        try:
+            sender.send(model.session().forward([1, 2, 3]).tobytes().hex())
+        except SparseFlowError as error:
+            sender.send(str(error))
+
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    process = fork.Process(target=child)
+    process.start()
+    assert receiver.poll(60), "the child hangs"
+    answer: str = receiver.recv()
+    process.join()
+    return answer
+
+
+def test_a_child_that_is_forked_while_others_compute_is_told_or_computes_the_same(packed_demo: Path) -> None:
+    with sparseflow.load(packed_demo, cache="256KiB", threads=1) as model:
+        expected = model.session().forward([1, 2, 3]).tobytes().hex()
+        refusal = f"{packed_demo / 'experts.sfx'}: opened by another process, of which this is a fork; open the model again in this one"
+        stop = threading.Event()
+
+        def work() -> None:
+            while not stop.is_set():
+                model.session().forward([4, 5, 6])
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        answers = {forked_answer(model) for _ in range(20)}
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert answers <= {expected, refusal}
+        with model.leases.acquire(0, np.array([0], np.int32)):
+            assert forked_answer(model) == refusal
+        assert forked_answer(model) == expected
 
 
 def test_damage_to_the_dense_core_is_found_when_it_is_read(packed_demo: Path, tmp_path: Path) -> None:

@@ -58,14 +58,11 @@ def open_model(
     """`sparseflow.load` with a progress line, and a line for each of its warnings."""
     progress = LoadProgress()
     try:
-        opened = sparseflow.load(
+        return sparseflow.load(
             model, cache=cache, threads=threads, strict=strict, context=context, force=force, check_finite=check_finite,
-            progress=progress)
+            progress=progress, on_warning=lambda warning: click.echo(f"warning: {warning}", err=True))
     finally:
         progress.finish()
-    for warning in opened.warnings:
-        click.echo(f"warning: {warning}", err=True)
-    return opened
 
 
 def check_early(sampling: dict[str, Any], stop: tuple[str, ...], trace_file: str | None) -> None:

@@ -13,7 +13,7 @@ import numbers
 
 import numpy
 
-from sparseflow.errors import OptionError
+from sparseflow.errors import CapacityError, OptionError
 from sparseflow.limits import processors
 
 cdef extern from "csrc/parallel.h":
@@ -31,7 +31,9 @@ cdef extern from "csrc/parallel.h":
     struct sf_stretch:
         pass
 
+    int sf_forked
     int sf_watch_forks() noexcept nogil
+    int sf_startable(int threads) noexcept nogil
     void sf_run(const sf_operation *operations, int count, int threads, sf_phase *phases, sf_stretch *stretches) noexcept nogil
 
 cdef extern from *:
@@ -62,7 +64,7 @@ cdef class Step:
                                 # leaving runs what was noted since
 
     Until then nothing may look at what the kernels return, except to give it to other kernels. An exception drops what has not
-    run. `threads` holds for all kernels, whatever theirs say.
+    run. `threads` holds for all kernels, whatever theirs say. Raises CapacityError when the system does not start that many.
     """
 
     cdef int threads
@@ -78,6 +80,10 @@ cdef class Step:
     def __cinit__(self, int threads):
         if threads < 1:
             raise OptionError(f"a step of {threads} threads; it takes at least 1")
+        startable = sf_startable(threads)
+        if startable < threads and not sf_forked:
+            raise CapacityError(
+                f"the system starts {startable} of {threads} threads: use fewer --threads, or allow this process more memory")
         self.threads = threads
         self.kept = []
         self.arrays = {}

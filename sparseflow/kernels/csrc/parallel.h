@@ -5,11 +5,15 @@
  * other, and takes from the ends of the others' stretches when its own is done. While a worker waits at a barrier it
  * prefetches what it will read next, so that the small operations in between cost no memory time.
  *
- * OpenMP's threads do not survive fork(), and a child that waits for them waits for ever: a child computes alone. */
+ * OpenMP's threads do not survive fork(), and a child that waits for them waits for ever: a child computes alone.
+ *
+ * OpenMP ends the process when it cannot start a thread. So before a region that needs more threads than the last one of its
+ * caller, as many are started to see whether they can be; they end at once, and OpenMP gets their stacks. */
 #include <omp.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdint.h>
+#include <stdlib.h>
 
 typedef void (*sf_unit)(void *argument, long unit, int worker);
 typedef const char *(*sf_locate)(const void *argument, long unit);
@@ -46,6 +50,33 @@ static int sf_forked = 0;
 static void sf_in_child(void) { sf_forked = 1; }
 
 static inline int sf_watch_forks(void) { return pthread_atfork(NULL, NULL, sf_in_child); }
+
+static __thread int sf_team = 1; /* threads of the last region of this thread, which OpenMP keeps for the next */
+
+static void *sf_pass(void *gate)
+{
+    pthread_mutex_lock(gate);
+    pthread_mutex_unlock(gate);
+    return NULL;
+}
+
+/* How many of `threads` a region of this thread can have. */
+static inline int sf_startable(int threads)
+{
+    if (sf_forked || threads <= sf_team)
+        return sf_forked ? 1 : threads;
+    pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
+    pthread_t *started = malloc((threads - 1) * sizeof *started);
+    int count = 0;
+    pthread_mutex_lock(&gate); /* so that all are there at once */
+    while (started && count < threads - 1 && pthread_create(&started[count], NULL, sf_pass, &gate) == 0)
+        count++;
+    pthread_mutex_unlock(&gate);
+    for (int i = 0; i < count; i++)
+        pthread_join(started[i], NULL);
+    free(started);
+    return count + 1;
+}
 
 static inline void sf_pause(void)
 {
@@ -146,7 +177,8 @@ static inline void sf_await(const struct sf_operation *operations, struct sf_pha
 static inline void sf_run(const struct sf_operation *operations, int count, int threads, struct sf_phase *phases,
                           struct sf_stretch *stretches)
 {
-    if (threads <= 1 || sf_forked) {
+    threads = threads <= 1 ? 1 : sf_startable(threads);
+    if (threads <= 1) {
         for (int i = 0; i < count; i++)
             for (long unit = 0; unit < operations[i].units; unit++)
                 operations[i].function(operations[i].argument, unit, 0);
@@ -157,6 +189,7 @@ static inline void sf_run(const struct sf_operation *operations, int count, int 
         for (int worker = 0; worker < threads; worker++)
             stretches[phase * threads + worker].range = (uint64_t)((long)phases[phase].items * worker / threads) << 32
                                                         | (uint64_t)((long)phases[phase].items * (worker + 1) / threads);
+    sf_team = threads;
 #pragma omp parallel num_threads(threads)
     {
         const int worker = omp_get_thread_num();
