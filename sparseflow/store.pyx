@@ -162,7 +162,10 @@ cdef class PackedStore:
 
     cdef object error(self, Py_ssize_t slice, int number):
         """The StorageError for an errno of `extents_admit`."""
-        reason = f"the disk could not read it ({errno.errorcode.get(number, number)}: {os.strerror(number)})"
+        why = f"{errno.errorcode.get(number, number)}: {os.strerror(number)}"
+        if number == errno.EFAULT:                              # all that MADV_POPULATE_READ says
+            why = "the kernel's log tells why"
+        reason = f"the disk could not read it ({why})"
         cdef struct_stat status
         if fstat(self.extents.fd, &status) == 0 and <size_t>status.st_size < self.extents.file_bytes:
             reason = (

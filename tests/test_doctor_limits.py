@@ -19,7 +19,7 @@ PROGRAM = [sys.executable, "-P", "-c", "from sparseflow.cli.main import main; ma
 
 # A session on random ids: a prompt that asks for nearly all experts, then single tokens.
 RUN = """
-import json, resource, sys
+import json, resource, sys, zlib
 import numpy as np
 import sparseflow
 from sparseflow.errors import CapacityError
@@ -29,7 +29,8 @@ folder, cache, force, data_limit = sys.argv[1], sys.argv[2], sys.argv[3] == "for
 if data_limit:
     resource.setrlimit(resource.RLIMIT_DATA, (data_limit, data_limit))
 try:
-    model = sparseflow.load(folder, cache=cache, threads=2, context=512, force=force)
+    model = sparseflow.load(folder, cache=cache, threads=2, context=512, force=force,
+                            on_warning=lambda warning: print(warning, file=sys.stderr, flush=True))
 except CapacityError as error:
     sys.exit(f"refused: {error}")
 with model:
@@ -37,9 +38,9 @@ with model:
     ids = np.random.default_rng(0).integers(0, model.geometry.vocab_size, 512)
     session.forward(ids[:508], last_only=True)
     for token in ids[508:]:
-        session.forward([token], last_only=True)
+        logits = session.forward([token], last_only=True)
     print(json.dumps({"slots": model.leases.slots, "stride": model.layout.stride, "peak": peak_rss_bytes(),
-                      "evictions": model.leases.counters()["evictions"]}))
+                      "evictions": model.leases.counters()["evictions"], "logits": zlib.crc32(logits.tobytes())}))
 """
 
 
@@ -92,6 +93,20 @@ def test_what_is_refused_in_a_cgroup_would_be_killed(model: Path) -> None:
         assert done.returncode == 1 and "refused: a run needs" in done.stderr
         done = run_inside(folder, run_command(model, "32MiB", force=True))
         assert done.returncode == -signal.SIGKILL, done.stderr
+        assert "forced all the same, it may be slow, fail or be killed" in done.stderr
+
+
+@pytest.mark.slow
+def test_what_is_refused_in_a_cgroup_for_its_mapped_cache_is_slow_when_forced(model: Path) -> None:
+    free = subprocess.run(run_command(model, "700MiB"), capture_output=True, text=True)
+    assert free.returncode == 0, free.stderr
+    with memory_cgroup(512 * MIB) as folder:
+        done = run_inside(folder, run_command(model, "700MiB"))
+        assert done.returncode == 1 and "refused: a run needs" in done.stderr
+        done = run_inside(folder, run_command(model, "700MiB", force=True))
+        assert done.returncode == 0, done.stderr
+        assert "forced all the same, it may be slow, fail or be killed" in done.stderr
+        assert json.loads(done.stdout)["logits"] == json.loads(free.stdout)["logits"]
 
 
 @pytest.mark.slow

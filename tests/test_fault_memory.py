@@ -51,7 +51,7 @@ def test_verify_tells_why_it_cannot(packed_demo: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", ["1", "3"])
-@pytest.mark.parametrize("options", [["--cache", "1MiB"], ["--strict"], ["--cache", "resident"]], ids=["mapped", "strict", "resident"])
+@pytest.mark.parametrize("options", [["--cache", "1MiB"], ["--cache", "1MiB", "--strict"], ["--cache", "resident"]], ids=["mapped", "strict", "resident"])
 def test_forced_it_runs_or_tells_why_not(packed_demo: Path, options: list[str], threads: str) -> None:
     command = ["run", str(packed_demo), "The red fox", "--max-new-tokens", "4", "--threads", threads, "--force", *options]
     fits = [is_told(limited(room * MIB, *command)) for room in (1, 6, 8, 9, 10, 11, 12, 14, 18, 24, 32, 48, 128, 1024)]

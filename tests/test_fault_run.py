@@ -17,7 +17,8 @@ from expert_store import without_direct_reads
 import sparseflow
 from sparseflow.errors import PackedModelError
 
-# Makes pread on experts.sfx fail with EIO, from the call FAULT_FROM on until the call FAULT_TO.
+# Makes pread on experts.sfx fail with EIO, and the admission of mapped pages with EFAULT as the kernel does when it cannot read
+# them, from the call FAULT_FROM on until the call FAULT_TO.
 SHIM = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -25,23 +26,33 @@ SHIM = r"""
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 static int calls;
 
-static int fails(int fd) {
+static int fails(void) {
+    int call = __atomic_fetch_add(&calls, 1, __ATOMIC_SEQ_CST);
+    return call >= atoi(getenv("FAULT_FROM")) && call < atoi(getenv("FAULT_TO"));
+}
+
+static int is_experts(int fd) {
     char link[64], path[4096];
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     ssize_t size = readlink(link, path, sizeof path - 1);
     if (size < 0) return 0;
     path[size] = 0;
-    if (strstr(path, "experts.sfx") == NULL) return 0;
-    int call = __atomic_fetch_add(&calls, 1, __ATOMIC_SEQ_CST);
-    return call >= atoi(getenv("FAULT_FROM")) && call < atoi(getenv("FAULT_TO"));
+    return strstr(path, "experts.sfx") != NULL;
+}
+
+int madvise(void *address, size_t size, int advice) {
+    if (advice == 22 /* MADV_POPULATE_READ */ && fails()) { errno = EFAULT; return -1; }
+    int (*real)(void *, size_t, int) = dlsym(RTLD_NEXT, "madvise");
+    return real(address, size, advice);
 }
 
 ssize_t pread64(int fd, void *buffer, size_t size, off64_t offset) {
-    if (fails(fd)) { errno = EIO; return -1; }
+    if (is_experts(fd) && fails()) { errno = EIO; return -1; }
     ssize_t (*real)(int, void *, size_t, off64_t) = dlsym(RTLD_NEXT, "pread64");
     return real(fd, buffer, size, offset);
 }
@@ -120,11 +131,15 @@ def shim(tmp_path: Path) -> Path:
     return library
 
 
-def test_a_disk_that_fails_for_a_while(packed_demo: Path, shim: Path) -> None:
-    told = run(packed_demo, "direct", LD_PRELOAD=str(shim), FAULT_FROM="300", FAULT_TO="400")
+@pytest.mark.parametrize(("mode", "reason"), [
+    ("direct", "the disk could not read it (EIO: Input/output error)"),
+    ("mapped", "the disk could not read it (the kernel's log tells why)"),
+])  # fmt: skip
+def test_a_disk_that_fails_for_a_while(packed_demo: Path, shim: Path, mode: str, reason: str) -> None:
+    told = run(packed_demo, mode, LD_PRELOAD=str(shim), FAULT_FROM="300", FAULT_TO="400")
     assert told["texts"] == [expected(packed_demo)] == [told["last"]]
     assert told["errors"]
-    assert all(NAMED.search(error) and "the disk could not read it (EIO: Input/output error)" in error for error in told["errors"])
+    assert all(NAMED.search(error) and error.endswith(reason) for error in told["errors"])
 
 
 @pytest.mark.parametrize("mode", ["direct", "mapped"])
