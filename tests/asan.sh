@@ -12,6 +12,7 @@ git ls-files -z | xargs -0 cp --parents --update --preserve=mode,timestamps -t "
 cd "$copy"
 CFLAGS="-fsanitize=address -fno-omit-frame-pointer" LDFLAGS="-fsanitize=address" \
     "$python" -c "import setuptools; setuptools.setup()" build_ext --inplace > build.log 2>&1 || { tail -50 build.log; exit 1; }
-# Python's own allocator would hide what is wrong with Python's objects; what Python keeps until its end is no leak.
-export PYTHONPATH=$copy PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0${ASAN_OPTIONS:+:$ASAN_OPTIONS}
+# Python's own allocator would hide what is wrong with Python's objects; what Python keeps until its end is no leak; and a SIGBUS
+# is for whoever the tests expect it to go to.
+export PYTHONPATH=$copy PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:handle_sigbus=0${ASAN_OPTIONS:+:$ASAN_OPTIONS}
 LD_PRELOAD=$(gcc -print-file-name=libasan.so) exec "$python" "$@"
