@@ -165,17 +165,15 @@ class SparseMoe:
 
     def routing(self, x: Activations) -> Routing:
         """What there is to do before the experts are known."""
+        g = self.geometry
         logits, shared_gate = project(x, self.gate, self.shared_expert_gate)
-        # The shared expert: one that every token chooses.
-        shared = ExpertBatch(
-            x.x,
-            x.quantized if self.shared_expert.layout.bits == 8 else None,
-            np.zeros((len(x.x), 1), np.int32),
-            1,
-            self.shared_expert.intermediate,
-            self.shared_expert.layout,
-        )
-        return Routing(x, logits, shared_gate, shared)
+        batch = self._batch(x, g.num_experts_per_tok, g.num_experts, g.moe_intermediate_size, self.layout)
+        shared = self._batch(x, 1, 1, self.shared_expert.intermediate, self.shared_expert.layout)
+        shared.choose(np.zeros((len(x.x), 1), np.int32))  # one expert, which every token chooses
+        return Routing(logits, shared_gate, batch, shared)
+
+    def _batch(self, x: Activations, top_k: int, num_experts: int, intermediate: int, layout: ExpertLayout) -> ExpertBatch:
+        return ExpertBatch(x.x, x.quantized if layout.bits == 8 else None, top_k, num_experts, intermediate, layout)
 
     def __call__(
         self,
@@ -189,7 +187,7 @@ class SparseMoe:
         replay: RouteReplay | None,
     ) -> None:
         g = self.geometry
-        x, logits, shared_gate, shared = routing
+        logits, shared_gate, batch, shared = routing
         if replay is None:
             ids, weights = route(logits, g.num_experts_per_tok, self.threads)  # [tokens, top_k], ascending ids
         else:
@@ -198,8 +196,7 @@ class SparseMoe:
         self.leases.observe(self.layer, ids, weights)
         if guesses is not None:
             guesses.judge(ids)
-        quantized = x.quantized if self.layout.bits == 8 else None
-        batch = ExpertBatch(x.x, quantized, ids, g.num_experts, g.moe_intermediate_size, self.layout)
+        batch.choose(ids)
         beside = [(shared, shared.experts, self.shared_expert.addresses)]
         resident = np.zeros(g.num_experts, np.bool_) if trace is not None else None
         waited = 0.0

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from sparseflow.config import Geometry
 from sparseflow.kernels.experts import ExpertBatch
 from sparseflow.kernels.threads import Recording, Step
-from sparseflow.weights import Activations
 
 Array = NDArray[np.float32]
 
@@ -24,10 +23,10 @@ Array = NDArray[np.float32]
 class Routing(NamedTuple):
     """What a layer's experts are chosen by, and computed on."""
 
-    x: Activations  # the normed residual stream [tokens, hidden]
     logits: Array  # the router's [tokens, num_experts]
     shared_gate: Array  # [tokens, 1]
-    shared: ExpertBatch
+    batch: ExpertBatch  # the routed experts, yet to be chosen
+    shared: ExpertBatch  # the shared one
 
 
 class RecordedToken:
