@@ -37,8 +37,8 @@ from sparseflow.evidence import disk_bytes_read
 TRACE_VERSION = 2
 
 SAMPLE_SECONDS = 0.002
-"""The system is asked what the disk moved at the end of a layer, unless it was asked less than this ago: a question takes up
-to 10 microseconds, and tracing may cost no more than a hundredth. Layers of a full-sized model take longer and are all counted."""
+"""The system is asked what the disk moved at the end of a layer that missed an expert, unless it was asked less than this ago: a
+question takes up to 10 microseconds, and tracing may cost no more than a hundredth. Layers of a full-sized model take longer."""
 
 FORWARDS_AT_ONCE = 32
 """Forwards of as many tokens each are brought into compact form together, which takes a fraction of the time."""
@@ -140,7 +140,7 @@ class RouteTrace:
             asked_at, arrived_at: time.perf_counter() when the experts were asked for, and when the last was there.
         """
         now, read = time.perf_counter(), -1
-        if now - self._sampled >= SAMPLE_SECONDS and self._counted is not None:
+        if now - self._sampled >= SAMPLE_SECONDS and self._counted is not None and not hit.all():
             counted = disk_bytes_read()
             if counted is not None:
                 read = counted - self._counted

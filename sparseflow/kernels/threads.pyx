@@ -147,10 +147,12 @@ cdef class Step:
     def record(self, kernels):
         """Calls `kernels()`, which calls kernels, and notes them down as ever. Returns what it returns, and a Recording of them.
 
-        Raises ValueError when they are too many for one parallel region.
+        Raises ValueError when they are too many for one parallel region, and outside of the step's own `with`.
         """
         cdef Recording recording = Recording.__new__(Recording)
         cdef long computed
+        if sf_recording != <void *>self:
+            raise ValueError("a step records within its own with block")
         self.run()
         computed = self.computed
         result = kernels()
