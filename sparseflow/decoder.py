@@ -198,7 +198,7 @@ class SparseMoe:
             guesses.judge(ids)
         batch.choose(ids)
         beside = [(shared, shared.experts, self.shared_expert.addresses)]
-        resident = np.zeros(g.num_experts, np.bool_) if trace is not None else None
+        hit: list[NDArray[np.bool_]] = []
         waited = 0.0
         asked_at = arrived_at = time.perf_counter()
         # One wave, unless a chunk asks for more distinct experts than the table has slots.
@@ -206,8 +206,7 @@ class SparseMoe:
             wave = batch.experts[first : first + self.leases.slots]
             with self.leases.acquire(self.layer, wave) as lease:
                 usage.hits += lease.num_hits
-                if resident is not None:
-                    resident[wave] = lease.hit
+                hit.append(lease.hit)
                 order, addresses = lease.order, lease.addresses[lease.order]
                 which = order + first if first else order
                 ready = lease.num_ready
@@ -231,9 +230,11 @@ class SparseMoe:
                     step.run()
         combine(residual, batch.out, weights, shared.out, shared_gate, self.threads)
         usage.requests += len(batch.experts)
-        if trace is not None and resident is not None:
+        if trace is not None:
+            # One token has its experts in ascending order, as the lease does.
+            each = hit[0][None] if len(ids) == 1 else np.concatenate(hit)[np.searchsorted(batch.experts, ids)]
             bytes_asked = len(batch.experts) * self.layout.stride
-            trace.add_layer(self.layer, ids, resident[ids], waited, bytes_asked, asked_at, arrived_at)
+            trace.add_layer(self.layer, ids, each, waited, bytes_asked, asked_at, arrived_at)
 
 
 class DecoderLayer:
