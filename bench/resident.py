@@ -3,17 +3,17 @@
     python bench/resident.py MODEL [--pairs 60] [--threads 2] [--json FILE]
 
 On a machine that is shared, the memory's bandwidth changes within seconds, and its best moment before or after a run says little
-about the run. Here each decode step is followed by one plain read of a large buffer with the same threads, and the share of the
+about the run; and where in it a buffer happens to lie makes a difference of a fifth. So each decode step is followed by one plain
+read, with the same threads, of memory that weights lie in: the experts of one layer, and of another the next time. The share of the
 bandwidth is taken of each pair. Bytes of a step are those of the weights it touches; keys, values and states are not counted.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
-import mmap
 import statistics
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -26,8 +26,18 @@ from sparseflow.footprint import Footprint
 from sparseflow.kernels.bandwidth import read_once
 from sparseflow.kernels.threads import check_threads
 
-BUFFER_BYTES = 512 << 20
 WARM_UP = 5
+
+
+def read_layer(model: sparseflow.Model, layer: int) -> float:
+    """Bytes per second of a plain read of all experts of a layer, which lie side by side in a resident model."""
+    experts = np.arange(model.geometry.num_experts, dtype=np.int32)
+    with model.leases.acquire(layer, experts) as lease:
+        lease.wait()
+        first, size = int(lease.addresses[0]), len(lease) * model.layout.stride
+        assert int(lease.addresses[-1]) - first == size - model.layout.stride
+        memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(first))
+        return size / read_once(memory, model.threads)[0]
 
 
 @click.command(cls=SparseFlowCommand)
@@ -37,11 +47,6 @@ WARM_UP = 5
 @click.option("--json", "json_file", metavar="FILE", help="Write the figures.")
 def main(model: str, pairs: int, threads: int | None, json_file: str | None) -> None:
     """Measure how much of the memory's bandwidth a resident decode step of MODEL reaches."""
-    memory = mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    buffer = np.frombuffer(memory, np.uint8)
-    buffer.fill(1)
     threads = check_threads(threads)
     with sparseflow.load(model, cache="resident", threads=threads, context=pairs + 64) as opened:
         touched = Footprint.of(opened.manifest).bytes_per_token
@@ -49,12 +54,12 @@ def main(model: str, pairs: int, threads: int | None, json_file: str | None) -> 
         session = opened.session(trace=False)
         session.forward(rng.integers(0, opened.geometry.vocab_size, 25), last_only=True)
         found = []
-        for _ in range(WARM_UP + pairs):
+        for pair in range(WARM_UP + pairs):
             token = rng.integers(0, opened.geometry.vocab_size, 1)
             started = time.perf_counter()
             session.forward(token, last_only=True)
             step = time.perf_counter() - started
-            found.append((step, BUFFER_BYTES / read_once(buffer, threads)[0]))
+            found.append((step, read_layer(opened, pair % opened.geometry.num_hidden_layers)))
     found = found[WARM_UP:]
     shares = [touched / step / bandwidth for step, bandwidth in found]
     low, _, high = statistics.quantiles(shares, n=4)

@@ -2,9 +2,9 @@
 
     python bench/tracing.py demo [MODEL...] [--cache 1MiB] [--rounds 60] [--tokens 64] [--json tracing.json]
 
-Two sessions read the same prompt, one that keeps a trace and one that does not. In every round both are forked, and each fork is
-fed the same tokens one by one; who goes first changes from round to round, so that a drift of the machine and what the other left
-in the cache meet both alike. A round gives one ratio: the time with a trace over the time without. Shown are the median of the
+Two sessions read the same prompt, one that keeps a trace and one that does not. In every round both are forked, and the forks are
+fed the same tokens, one to each by turns; who goes first changes from token to token, so that a drift of the machine and what the
+other left in the cache meet both alike. A round gives one ratio: the time with a trace over the time without. Shown are the median of the
 ratios less one, the range that holds it with 95 % confidence (2,000 bootstrap samples), and the middle half of the rounds.
 """
 
@@ -32,13 +32,16 @@ PROMPT_TOKENS = 16
 BOOTSTRAP_SAMPLES = 2000
 
 
-def decode_seconds(base: Session, ids: list[int]) -> float:
-    """How long a fork of a session takes to be fed some tokens, one by one."""
-    with base.fork() as session:
-        started = time.perf_counter()
-        for token in ids:
-            session.forward([token], last_only=True)
-        return time.perf_counter() - started
+def decode_seconds(bases: tuple[Session, Session], ids: list[int], first: int) -> tuple[float, float]:
+    """How long a fork of each session takes for some tokens, fed by turns; `first` (0 or 1) has the first turn."""
+    seconds = [0.0, 0.0]
+    with bases[0].fork() as plain, bases[1].fork() as traced:
+        for number, token in enumerate(ids):
+            for which in (0, 1) if (number + first) % 2 == 0 else (1, 0):
+                started = time.perf_counter()
+                (plain, traced)[which].forward([token], last_only=True)
+                seconds[which] += time.perf_counter() - started
+    return seconds[0], seconds[1]
 
 
 def measure(model: sparseflow.Model, rounds: int, tokens: int, progress: ProgressLine) -> NDArray[np.float64]:
@@ -51,8 +54,7 @@ def measure(model: sparseflow.Model, rounds: int, tokens: int, progress: Progres
             session.forward(prompt, last_only=True)
         for number in range(rounds + 1):
             progress(f"{model.folder.name}, cache of {model.leases.slots} experts: {rounds} rounds")
-            for which in (0, 1) if number % 2 else (1, 0):
-                seconds[number, which] = decode_seconds((plain, traced)[which], rest)
+            seconds[number] = decode_seconds((plain, traced), rest, number % 2)
     return seconds[1:]
 
 
@@ -74,23 +76,29 @@ def summary(seconds: NDArray[np.float64], tokens: int) -> dict[str, Any]:
               help="Memory for routed experts; may be given several times.")
 @click.option("--rounds", type=click.IntRange(min=2), default=60, show_default=True, help="Pairs to measure.")
 @click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens to decode in each.")
+@click.option("--strict", is_flag=True, help="Read experts past the page cache.")
 @click.option("--threads", type=int, metavar="N", help="Compute threads.  [default: the cores this process may use]")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), metavar="FILE", help="Also write every time as JSON.")
-def main(models: tuple[str, ...], caches: tuple[str, ...], rounds: int, tokens: int, threads: int | None, json_file: str | None) -> None:
+def main(
+    models: tuple[str, ...], caches: tuple[str, ...], rounds: int, tokens: int, strict: bool, threads: int | None,
+    json_file: str | None,
+) -> None:
     """What recording a trace costs on decode, for each MODEL and cache size."""
     progress = ProgressLine(sys.stderr)
     rows = [("model", "cache", "ms/token", "overhead", "95 % of the median", "middle half")]
     record: list[dict[str, Any]] = []
     for name in models:
         for cache in caches:
-            with open_model(name, cache=cache, threads=threads, strict=False, context=PROMPT_TOKENS + tokens) as model:
+            with open_model(
+                name, cache=cache, threads=threads, strict=strict, context=PROMPT_TOKENS + tokens, force=False, check_finite=False
+            ) as model:
                 seconds = measure(model, rounds, tokens, progress)
                 folder, slots = model.folder.name, model.leases.slots
             figures = summary(seconds, tokens)
             median, half = ([f"{100 * end:+.2f}" for end in figures[key]] for key in ("overhead_95", "overhead_middle_half"))
             rows.append((folder, cache, f"{figures['token_ms']:.2f}", f"{100 * figures['overhead']:+.2f} %",
                          f"{' to '.join(median)} %", f"{' to '.join(half)} %"))
-            record.append({"model": folder, "cache": cache, "slots": slots, "rounds": rounds, "tokens": tokens, **figures,
+            record.append({"model": folder, "cache": cache, "strict": strict, "slots": slots, "rounds": rounds, "tokens": tokens, **figures,
                            "seconds_without": seconds[:, 0].tolist(), "seconds_with": seconds[:, 1].tolist()})
     progress.finish()
     click.echo("\n".join(table(rows)))

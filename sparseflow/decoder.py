@@ -9,6 +9,7 @@ when it runs: where the router's choice is looked at, after experts, and at the 
 from __future__ import annotations
 
 import time
+from functools import partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -25,6 +26,7 @@ from sparseflow.kernels.threads import Step
 from sparseflow.layout import ExpertLayout
 from sparseflow.leases import LeaseTable
 from sparseflow.lookahead import GuessRecord, Guesses, NextRouter
+from sparseflow.recorded import Routing
 from sparseflow.replay import RouteReplay
 from sparseflow.rotary import Rotary
 from sparseflow.state import DecoderState, KVCache, LinearState
@@ -121,10 +123,9 @@ class Attention:
         self.threads = threads
 
     def __call__(
-        self, x: Activations, cache: KVCache, position: int, cosine: Array, sine: Array, residual: Array
+        self, x: Activations, cache: KVCache, cached: NDArray[np.int64], cosine: Array, sine: Array, residual: Array
     ) -> None:
-        """Adds its result to the residual stream in place."""
-        cache.reserve(position + len(x.x))
+        """Adds its result to the residual stream in place. The cache has room; cached int64 [1] is how many positions it holds."""
         # q: [tokens, heads * 2 * head_dim], query and gate of each head in turn
         q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
         out = gated_attention(
@@ -137,7 +138,7 @@ class Attention:
             sine,
             cache.key_pages,
             cache.value_pages,
-            position,
+            cached,
             self.eps,
             self.threads,
         )  # [tokens, heads * head_dim]
@@ -162,9 +163,21 @@ class SparseMoe:
         self.leases = leases
         self.threads = threads
 
+    def routing(self, x: Activations) -> Routing:
+        """What there is to do before the experts are known."""
+        g = self.geometry
+        logits, shared_gate = project(x, self.gate, self.shared_expert_gate)
+        batch = self._batch(x, g.num_experts_per_tok, g.num_experts, g.moe_intermediate_size, self.layout)
+        shared = self._batch(x, 1, 1, self.shared_expert.intermediate, self.shared_expert.layout)
+        shared.choose(np.zeros((len(x.x), 1), np.int32))  # one expert, which every token chooses
+        return Routing(logits, shared_gate, batch, shared)
+
+    def _batch(self, x: Activations, top_k: int, num_experts: int, intermediate: int, layout: ExpertLayout) -> ExpertBatch:
+        return ExpertBatch(x.x, x.quantized if layout.bits == 8 else None, top_k, num_experts, intermediate, layout)
+
     def __call__(
         self,
-        x: Activations,
+        routing: Routing,
         residual: Array,
         position: int,
         step: Step,
@@ -174,7 +187,7 @@ class SparseMoe:
         replay: RouteReplay | None,
     ) -> None:
         g = self.geometry
-        logits, shared_gate = project(x, self.gate, self.shared_expert_gate)  # [tokens, num_experts], [tokens, 1]
+        logits, shared_gate, batch, shared = routing
         if replay is None:
             ids, weights = route(logits, g.num_experts_per_tok, self.threads)  # [tokens, top_k], ascending ids
         else:
@@ -183,19 +196,9 @@ class SparseMoe:
         self.leases.observe(self.layer, ids, weights)
         if guesses is not None:
             guesses.judge(ids)
-        quantized = x.quantized if self.layout.bits == 8 else None
-        batch = ExpertBatch(x.x, quantized, ids, g.num_experts, g.moe_intermediate_size, self.layout)
-        # The shared expert: one that every token chooses.
-        shared = ExpertBatch(
-            x.x,
-            x.quantized if self.shared_expert.layout.bits == 8 else None,
-            np.zeros((len(x.x), 1), np.int32),
-            1,
-            self.shared_expert.intermediate,
-            self.shared_expert.layout,
-        )
+        batch.choose(ids)
         beside = [(shared, shared.experts, self.shared_expert.addresses)]
-        resident = np.zeros(g.num_experts, np.bool_) if trace is not None else None
+        hit: list[NDArray[np.bool_]] = []
         waited = 0.0
         asked_at = arrived_at = time.perf_counter()
         # One wave, unless a chunk asks for more distinct experts than the table has slots.
@@ -203,8 +206,7 @@ class SparseMoe:
             wave = batch.experts[first : first + self.leases.slots]
             with self.leases.acquire(self.layer, wave) as lease:
                 usage.hits += lease.num_hits
-                if resident is not None:
-                    resident[wave] = lease.hit
+                hit.append(lease.hit)
                 order, addresses = lease.order, lease.addresses[lease.order]
                 which = order + first if first else order
                 ready = lease.num_ready
@@ -228,9 +230,11 @@ class SparseMoe:
                     step.run()
         combine(residual, batch.out, weights, shared.out, shared_gate, self.threads)
         usage.requests += len(batch.experts)
-        if trace is not None and resident is not None:
+        if trace is not None:
+            # One token has its experts in ascending order, as the lease does.
+            each = hit[0][None] if len(ids) == 1 else np.concatenate(hit)[np.searchsorted(batch.experts, ids)]
             bytes_asked = len(batch.experts) * self.layout.stride
-            trace.add_layer(self.layer, ids, resident[ids], waited, bytes_asked, asked_at, arrived_at)
+            trace.add_layer(self.layer, ids, each, waited, bytes_asked, asked_at, arrived_at)
 
 
 class DecoderLayer:
@@ -253,27 +257,17 @@ class DecoderLayer:
         self.threads = threads
 
     def __call__(
-        self,
-        x: Array,
-        state: KVCache | LinearState,
-        position: int,
-        cosine: Array,
-        sine: Array,
-        step: Step,
-        guesses: Guesses | None,
-        usage: LeaseCount,
-        trace: LayerTrace | None,
-        replay: RouteReplay | None,
-    ) -> None:
-        """One layer, in place on the residual stream x [tokens, hidden]."""
+        self, x: Array, state: KVCache | LinearState, cached: NDArray[np.int64], cosine: Array, sine: Array
+    ) -> Routing:
+        """One layer up to its experts, in place on the residual stream x [tokens, hidden]; `mlp` does the rest."""
         normed = Activations(self.input_layernorm(x), self.threads)
         if isinstance(state, KVCache):
             assert self.self_attn is not None
-            self.self_attn(normed, state, position, cosine, sine, x)
+            self.self_attn(normed, state, cached, cosine, sine, x)
         else:
             assert self.linear_attn is not None
             self.linear_attn(normed, state, x)
-        self.mlp(Activations(self.post_attention_layernorm(x), self.threads), x, position, step, guesses, usage, trace, replay)
+        return self.mlp.routing(Activations(self.post_attention_layernorm(x), self.threads))
 
 
 class Decoder:
@@ -325,20 +319,27 @@ class Decoder:
         replay: experts chosen beforehand, which the routers then only weight.
         """
         x = self.embed_tokens(ids)
+        position = state.position
         if self.check_finite:
-            require_finite_residual(x, "the embedding", state.position)
-        cosine, sine = self.rotary(state.position, len(ids))
+            require_finite_residual(x, "the embedding", position)
+        cosine, sine = self.rotary(position, len(ids))
+        state.reserve(len(ids))
+        recorded = state.token if len(ids) == 1 else None
+        if recorded is not None:
+            x, cosine, sine = recorded.begin(x, cosine, sine)
         result = np.empty((0, self.lm_head.rows), np.float32)
         guesses: Guesses | None = None
         if self.guess_record is not None and len(ids) == 1 and self.guess_record.begin_token():
             guesses = Guesses(self.guess_record, self.leases, self.top_k, self.threads)
         with Step(self.threads) as step:
-            for layer, layer_state in zip(self.layers, state.layers, strict=True):
-                layer(x, layer_state, state.position, cosine, sine, step, guesses, usage, trace, replay)
+            for number, (layer, layer_state) in enumerate(zip(self.layers, state.layers, strict=True)):
+                kernels = partial(layer, x, layer_state, state.cached, cosine, sine)
+                routing = kernels() if recorded is None else recorded.note(step, number, kernels)
+                layer.mlp(routing, x, position, step, guesses, usage, trace, replay)
                 if self.check_finite:
                     step.run()
-                    require_finite_residual(x, f"layer {layer.mlp.layer}", state.position)
+                    require_finite_residual(x, f"layer {layer.mlp.layer}", position)
             if logits > 0:
                 result = self.lm_head(Activations(self.norm(x[-logits:]), self.threads))
-        state.position += len(ids)
+        state.advance(len(ids))
         return result

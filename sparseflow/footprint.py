@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sparseflow.activations import activation_bytes_per_token
+from sparseflow.activations import activation_bytes_per_token, recorded_bytes
 from sparseflow.errors import CapacityError, OptionError
 from sparseflow.kernels.attention import PAGE_POSITIONS
 from sparseflow.memory import LEAST_CACHE, recommended_cache, spare_memory, tightest_limit
@@ -48,7 +48,8 @@ class Footprint:
         dense_bytes: the dense core, which is resident and read in full for every token.
         expert_bytes: one routed expert, the unit of the cache (`stride` of the format).
         num_experts: routed experts of all layers; experts_per_token: how many of them one token asks for.
-        kv_bytes_per_token: what each token adds to a session; state_bytes: what a session holds besides.
+        kv_bytes_per_token: what each token adds to a session; state_bytes: what a session holds besides, arrays of one
+            token's forward included.
         activation_bytes_per_token: arrays of a forward, for each token of it; logits_bytes: one row of logits.
         tokenizer_bytes: the vocabulary and its merges once text is used, 0 without a tokenizer. Measured with tokenizers 0.23 on
             248,000 entries: 837 bytes each at the peak of loading.
@@ -87,7 +88,7 @@ class Footprint:
             experts_per_token=geometry.num_hidden_layers * geometry.num_experts_per_tok,
             smallest_cache_slots=geometry.num_experts_per_tok,
             kv_bytes_per_token=full_attention * 2 * geometry.kv_dim * 4,
-            state_bytes=state_bytes(geometry, 0),
+            state_bytes=state_bytes(geometry, 0) + recorded_bytes(geometry, manifest.expert_bits, manifest.dense_bits),
             activation_bytes_per_token=activation_bytes_per_token(geometry, manifest.expert_bits, manifest.dense_bits),
             logits_bytes=geometry.vocab_size * 4,
             tokenizer_bytes=geometry.vocab_size * _VOCABULARY_ENTRY_BYTES if has_tokenizer else 0,
@@ -133,7 +134,7 @@ class Footprint:
             MemoryItem(
                 "KV cache", pages * PAGE_POSITIONS * self.kv_bytes_per_token,
                 f"{context} tokens in {pages} pages of {PAGE_POSITIONS} x {size(self.kv_bytes_per_token)} a token"),
-            MemoryItem("recurrent state", self.state_bytes, "one session; chat holds up to three"),
+            MemoryItem("recurrent state", self.state_bytes, "and what decode works on: one session; chat holds up to three"),
             MemoryItem(
                 "activations", chunk * self.activation_bytes_per_token + self.logits_bytes,
                 f"{chunk} tokens at once x {size(self.activation_bytes_per_token)}, logits of one token {size(self.logits_bytes)}"),

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from sparseflow.config import Geometry
 from sparseflow.kernels.attention import PAGE_POSITIONS
+from sparseflow.recorded import RecordedToken
 
 
 class KVPage(NamedTuple):
@@ -33,8 +34,8 @@ class KVCache:
         self.key_pages = np.zeros(0, np.uint64)
         self.value_pages = np.zeros(0, np.uint64)
 
-    def reserve(self, positions: int) -> None:
-        """Make room for positions 0 .. positions - 1."""
+    def reserve(self, positions: int) -> bool:
+        """Make room for positions 0 .. positions - 1; whether there was none."""
         missing = -(-positions // PAGE_POSITIONS) - len(self.pages)
         if missing > 0:
             for _ in range(missing):
@@ -42,6 +43,7 @@ class KVCache:
                     KVPage(np.zeros(self._key_shape, np.float32), np.zeros(self._value_shape, np.float32))
                 )
             self._index()
+        return missing > 0
 
     def fork(self, position: int) -> KVCache:
         """A cache of the first `position` positions: full pages shared, the last one copied if it is partly filled."""
@@ -77,18 +79,42 @@ class LinearState:
 
 
 class DecoderState:
-    """One state per layer, and how many tokens they have seen."""
+    """One state per layer, and how many tokens they have seen.
+
+    Attributes
+        cached: int64 [1], the number of tokens, where kernels read it.
+        token: what a single token's forward goes by again and again.
+    """
 
     def __init__(self, geometry: Geometry) -> None:
-        self.position = 0
+        self.cached = np.zeros(1, np.int64)
+        self.token = RecordedToken(geometry)
+        self._geometry = geometry
         self.layers: list[KVCache | LinearState] = [
             KVCache(geometry) if kind == "full_attention" else LinearState(geometry) for kind in geometry.layer_types
         ]
 
+    @property
+    def position(self) -> int:
+        """Tokens seen so far."""
+        return int(self.cached[0])
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many more."""
+        grown = [layer.reserve(self.position + tokens) for layer in self.layers if isinstance(layer, KVCache)]
+        if any(grown):
+            self.token.forget()
+
+    def advance(self, tokens: int) -> None:
+        """So many more have been seen."""
+        self.cached += tokens
+
     def fork(self) -> DecoderState:
         """An independent continuation from here."""
         other = object.__new__(DecoderState)
-        other.position = self.position
+        other.cached = self.cached.copy()
+        other.token = RecordedToken(self._geometry)
+        other._geometry = self._geometry
         other.layers = [
             layer.fork(self.position) if isinstance(layer, KVCache) else layer.copy() for layer in self.layers
         ]

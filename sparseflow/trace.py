@@ -37,8 +37,8 @@ from sparseflow.evidence import disk_bytes_read
 TRACE_VERSION = 2
 
 SAMPLE_SECONDS = 0.002
-"""The system is asked what the disk moved at the end of a layer, unless it was asked less than this ago: a question takes up
-to 10 microseconds, and tracing may cost no more than a hundredth. Layers of a full-sized model take longer and are all counted."""
+"""The system is asked what the disk moved at the end of a layer, unless all experts are resident or it was asked less than this ago:
+a question takes up to 10 microseconds, and tracing may cost no more than a hundredth. Layers of a full-sized model take longer."""
 
 FORWARDS_AT_ONCE = 32
 """Forwards of as many tokens each are brought into compact form together, which takes a fraction of the time."""
@@ -101,6 +101,7 @@ class RouteTrace:
         self.expert_bytes = expert_bytes
         self.slots = slots
         self.replayed = replayed
+        self._all_resident = slots >= num_layers * num_experts
         self._blocks = [self._block(0, _Forwards())]  # arrays as in the file, to be joined along their first axes
         self._pending = _Forwards()  # of _pending_tokens each, not yet in a block
         self._pending_tokens = self._tokens = 0
@@ -140,7 +141,7 @@ class RouteTrace:
             asked_at, arrived_at: time.perf_counter() when the experts were asked for, and when the last was there.
         """
         now, read = time.perf_counter(), -1
-        if now - self._sampled >= SAMPLE_SECONDS and self._counted is not None:
+        if not self._all_resident and now - self._sampled >= SAMPLE_SECONDS and self._counted is not None:
             counted = disk_bytes_read()
             if counted is not None:
                 read = counted - self._counted

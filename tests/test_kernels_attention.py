@@ -37,7 +37,7 @@ class Attention:
         return np.concatenate([
             gated_attention(
                 self.q[first:last].copy(), self.k[first:last].copy(), self.v[first:last], 1 + self.q_norm, 1 + self.k_norm,
-                self.cosine[first:last], self.sine[first:last], *addresses, first, EPS, threads,
+                self.cosine[first:last], self.sine[first:last], *addresses, np.array([first]), EPS, threads,
             )
             for first, last in zip(edges, edges[1:])
             if first < last
@@ -90,5 +90,5 @@ def test_a_cache_too_small_is_refused() -> None:
     with pytest.raises(ValueError, match="pages of cache"):
         gated_attention(
             problem.q, problem.k, problem.v, problem.q_norm, problem.k_norm, problem.cosine, problem.sine, one, one,
-            PAGE_POSITIONS - 1, EPS,
+            np.array([PAGE_POSITIONS - 1]), EPS,
         )

@@ -36,7 +36,9 @@ class Layer:
 
     def batch(self) -> ExpertBatch:
         quantized = quantize(self.x) if self.layout.bits == 8 else None
-        return ExpertBatch(self.x, quantized, self.ids, self.experts, self.inner, self.layout)
+        batch = ExpertBatch(self.x, quantized, self.ids.shape[1], self.experts, self.inner, self.layout)
+        batch.choose(self.ids)
+        return batch
 
     def compute(self, batch: ExpertBatch, which: list[int], threads: int = 1) -> None:
         addresses = [self.slices[batch.experts[i]].ctypes.data for i in which]

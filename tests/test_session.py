@@ -57,6 +57,28 @@ def test_forks_are_independent(model: sparseflow.Model) -> None:
     assert fork.trace.tokens == 1
 
 
+def test_one_token_at_a_time_gives_the_bits_of_all_at_once(packed_demo: Path) -> None:
+    """Across the end of a page of the cache, and with a fork on either side of it that goes on by itself."""
+    with sparseflow.load(packed_demo, cache="1MiB", threads=2, context=PAGE_POSITIONS + 16) as model:
+        feed_one_at_a_time(model)
+
+
+def feed_one_at_a_time(model: sparseflow.Model) -> None:
+    ids = np.random.default_rng(4).integers(0, model.geometry.vocab_size, PAGE_POSITIONS + 8)
+    whole = model.session(trace=False).forward(ids)
+    session = model.session(trace=False)
+    forks = {}
+    for position, token in enumerate(ids):
+        if position in (PAGE_POSITIONS - 5, PAGE_POSITIONS + 1):
+            forks[position] = session.fork()
+        assert session.forward([token]).tobytes() == whole[position : position + 1].tobytes()
+    after = session.forward([0]).tobytes()
+    for start, fork in forks.items():
+        for position in range(start, len(ids)):
+            assert fork.forward([ids[position]]).tobytes() == whole[position : position + 1].tobytes()
+        assert fork.forward([0]).tobytes() == after
+
+
 def test_full_pages_are_shared_between_forks(model: sparseflow.Model) -> None:
     cache = KVCache(model.geometry)
     cache.reserve(PAGE_POSITIONS + 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -87,3 +89,53 @@ def test_large_arrays_are_used_again_once_nobody_has_them() -> None:
 def test_a_step_takes_at_least_one_thread() -> None:
     with pytest.raises(OptionError, match="0 threads"):
         Step(0)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_recording_computes_anew_what_lies_in_its_arrays(threads: int) -> None:
+    matrices = [matrix(seed) for seed in range(4)]
+    x = np.zeros((1, WIDTH), np.float32)
+    with Step(threads) as step:
+        stream, recording = step.record(lambda: chain_onto(x, matrices, threads))
+    generator = np.random.default_rng(11)
+    gc.collect()
+    for _ in range(5):
+        x[:] = generator.standard_normal(x.shape)
+        expected = chain_onto(x, matrices, 1).tobytes()
+        with Step(threads) as step:
+            step.repeat(recording)
+            other = matrices[0].multiply(linear.quantize(stream))  # what comes after sees the results
+        assert stream.tobytes() == expected
+        assert other.tobytes() == matrices[0].multiply(linear.quantize(stream)).tobytes()
+
+
+def chain_onto(x: np.ndarray, matrices: list[linear.Matrix], threads: int) -> np.ndarray:
+    """As `chain`, with all that it works on made by kernels."""
+    stream = rms_norm(x, np.ones(WIDTH, np.float32), 1e-6, threads=threads)
+    for each in matrices:
+        stream = each.multiply(linear.quantize(stream, threads), threads)
+    return stream
+
+
+def test_many_repeats_are_more_than_a_step_holds_at_once() -> None:
+    weights, x = matrix(5), np.ones((1, WIDTH), np.float32)
+    once = weights.multiply(linear.quantize(x))
+    stream = np.zeros((1, WIDTH), np.float32)
+    with Step(2) as step:
+        _, recording = step.record(lambda: weights.multiply(linear.quantize(x), onto=stream))
+        for _ in range(99):
+            step.repeat(recording)
+    expected = np.zeros_like(once)
+    for _ in range(100):
+        expected += once
+    assert np.array_equal(stream, expected)
+
+
+def test_what_cannot_be_recorded_is_refused() -> None:
+    weights, x = matrix(6), np.ones((1, WIDTH), np.float32)
+    with Step(2) as step, pytest.raises(ValueError, match="64 kernels at most"):
+        step.record(lambda: [linear.quantize(x) for _ in range(65)])
+    with pytest.raises(ValueError, match="own with block"):
+        step.record(lambda: weights.multiply(linear.quantize(x)))
+    with Step(2) as outer, Step(2), pytest.raises(ValueError, match="own with block"):
+        outer.record(lambda: weights.multiply(linear.quantize(x)))

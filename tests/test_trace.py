@@ -113,10 +113,22 @@ def test_a_layer_tells_what_the_disk_moved_since_the_count_before(monkeypatch: p
     trace = new_trace()
     trace.begin_forward(1, 100)
     for layer in range(LAYERS):
-        trace.add_layer(layer, np.array([[1, 2]], np.int32), np.ones((1, 2), np.bool_), 0.0, 2 * STRIDE, 0.0, 0.0)
+        trace.add_layer(layer, np.array([[1, 2]], np.int32), np.array([[True, False]]), 0.0, 2 * STRIDE, 0.0, 0.0)
     trace.end_forward(450)
     assert trace.bytes_read_by_layer.tolist() == [[-1, 200, -1]]  # too early, counted, too early again
     assert trace.bytes_read_by_forward.tolist() == [350]
+
+
+def test_nothing_is_asked_between_layers_when_all_experts_are_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparseflow.trace.SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr("sparseflow.trace.disk_bytes_read", lambda: 7)
+    for slots, told in ((LAYERS * EXPERTS, -1), (LAYERS * EXPERTS - 1, 0)):
+        trace = RouteTrace(LAYERS, EXPERTS, TOP_K, expert_bytes=STRIDE, slots=slots)
+        trace.begin_forward(1, 7)
+        for layer in range(LAYERS):
+            trace.add_layer(layer, np.array([[1, 2]], np.int32), np.array([[True, True]]), 0.0, 2 * STRIDE, 0.0, 0.0)
+        trace.end_forward(7)
+        assert trace.bytes_read_by_layer.tolist() == [[told] * LAYERS]
 
 
 @pytest.mark.parametrize("last", [None, 7])

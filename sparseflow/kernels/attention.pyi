@@ -1,4 +1,4 @@
-from numpy import float32, uint64
+from numpy import float32, int64, uint64
 from numpy.typing import NDArray
 
 PAGE_POSITIONS: int
@@ -13,7 +13,7 @@ def gated_attention(
     sine: NDArray[float32],
     key_pages: NDArray[uint64],
     value_pages: NDArray[uint64],
-    position: int,
+    position: NDArray[int64],
     eps: float,
     threads: int = 1,
 ) -> NDArray[float32]: ...

@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False, embedsignature=True, freethreading_compatible=True
 """Gated attention between its projections, over a paged KV cache."""
 
-from libc.stdint cimport uint64_t
+from libc.stdint cimport int64_t, uint64_t
 
 import numpy
 
@@ -22,7 +22,8 @@ cdef extern from "csrc/attention.h":
         const uint64_t *value_pages
         float *scores
         float *out
-        long tokens, position, heads, kv_heads, head_dim, rotary_dim, score_stride
+        const int64_t *position
+        long tokens, heads, kv_heads, head_dim, rotary_dim, score_stride
         float eps
 
     enum: SF_PAGE
@@ -38,13 +39,14 @@ float32 [kv_heads, PAGE_POSITIONS, head_dim]."""
 
 
 def gated_attention(q_gate, k, v, q_weight, k_weight, cosine, sine, key_pages, value_pages,
-                    Py_ssize_t position, float eps, int threads=1):
+                    position, float eps, int threads=1):
     """Appends a chunk's keys and values to the cache and attends; out float32 [tokens, heads * head_dim].
 
     q_gate float32 [tokens, heads * 2 * head_dim], each head's query then its output gate; k, v
     [tokens, kv_heads * head_dim]; q_gate and k are normalised and rotated in place. q_weight, k_weight [head_dim], the
     norms' 1 + w; cosine, sine [tokens, rotary_dim / 2] of the tokens' positions; key_pages, value_pages: addresses of
-    the cache's pages, enough for position + tokens, where position is the number of tokens already cached.
+    the cache's pages, enough for position + tokens, where position int64 [1] is the number of tokens already cached: a kernel that
+    is recorded reads it each time, and serves until another page is needed.
 
         out = softmax(q k^T / sqrt(head_dim)) v * sigmoid(gate), causal, kv head = head // (heads / kv_heads)
     """
@@ -54,7 +56,8 @@ def gated_attention(q_gate, k, v, q_weight, k_weight, cosine, sine, key_pages, v
     cdef const uint64_t[::1] key_pages_view = key_pages, value_pages_view = value_pages
     cdef Py_ssize_t tokens = q_gate_view.shape[0], head_dim = q_factors.shape[0]
     cdef Py_ssize_t heads = q_gate_view.shape[1] // (2 * head_dim), kv_heads = k_view.shape[1] // head_dim
-    cdef Py_ssize_t pages = (position + tokens + SF_PAGE - 1) // SF_PAGE
+    cdef const int64_t[::1] cached = position
+    cdef Py_ssize_t pages = (cached[0] + tokens + SF_PAGE - 1) // SF_PAGE
     cdef Py_ssize_t parts
     cdef sf_attention call
     if (tokens == 0 or kv_heads < 1 or heads % kv_heads or q_gate_view.shape[1] != heads * 2 * head_dim
@@ -63,8 +66,8 @@ def gated_attention(q_gate, k, v, q_weight, k_weight, cosine, sine, key_pages, v
             or sine_view.shape[0] != tokens or sine_view.shape[1] != cosine_view.shape[1] or 2 * cosine_view.shape[1] > head_dim):
         raise ValueError(f"queries [{tokens}, {q_gate_view.shape[1]}] and keys [{k_view.shape[0]}, {k_view.shape[1]}] do not make "
                          f"heads of {head_dim}")
-    if position < 0 or key_pages_view.shape[0] < pages or value_pages_view.shape[0] < pages:
-        raise ValueError(f"{key_pages_view.shape[0]} pages of cache do not hold {position + tokens} positions")
+    if cached[0] < 0 or key_pages_view.shape[0] < pages or value_pages_view.shape[0] < pages:
+        raise ValueError(f"{key_pages_view.shape[0]} pages of cache do not hold {cached[0] + tokens} positions")
     if threads < 1:
         raise ValueError(f"{threads} threads")
     result = empty((tokens, heads * head_dim), _float32)
@@ -81,7 +84,7 @@ def gated_attention(q_gate, k, v, q_weight, k_weight, cosine, sine, key_pages, v
     call.scores = <float *>data_of(scores)
     call.out = <float *>data_of(result)
     call.tokens = tokens
-    call.position = position
+    call.position = &cached[0]
     call.heads = heads
     call.kv_heads = kv_heads
     call.head_dim = head_dim
@@ -89,10 +92,10 @@ def gated_attention(q_gate, k, v, q_weight, k_weight, cosine, sine, key_pages, v
     call.score_stride = pages * SF_PAGE
     call.eps = eps
     parts = (heads // kv_heads + SF_HEADS_AT_ONCE - 1) // SF_HEADS_AT_ONCE
-    keep((q_gate, k, v, q_weight, k_weight, cosine, sine, key_pages, value_pages, result, scores))
+    keep((q_gate, k, v, q_weight, k_weight, cosine, sine, key_pages, value_pages, position, result, scores))
     with nogil:
         parallel_for(sf_attention_append_units[active_index()], &call, sizeof(call), tokens, threads,
                      4 * tokens * (heads + kv_heads) * head_dim)
         parallel_for(sf_attention_units[active_index()], &call, sizeof(call), tokens * kv_heads * parts, threads,
-                     2 * tokens * heads * (position + tokens) * head_dim)
+                     2 * tokens * heads * (cached[0] + tokens) * head_dim)
     return result

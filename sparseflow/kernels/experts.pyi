@@ -18,11 +18,12 @@ class ExpertBatch:
         self,
         x: NDArray[float32],
         quantized: Quantized | None,
-        ids: NDArray[int32],
+        top_k: int,
         num_experts: int,
         intermediate: int,
         layout: ExpertLayout,
     ) -> None: ...
+    def choose(self, ids: NDArray[int32]) -> None: ...
     def compute(self, which: NDArray[int32], addresses: NDArray[uint64], threads: int = 1) -> None: ...
 
 def compute_together(

@@ -2,6 +2,7 @@
 """The mixture of experts of one layer: router, expert MLPs over leased slices, ordered sum."""
 
 from libc.stdint cimport int32_t, uint64_t
+from libc.string cimport memset
 
 import numpy
 
@@ -121,63 +122,38 @@ def route_given(router_logits, given_ids, bint ranked=False, int threads=1):
 cdef class ExpertBatch:
     """The expert MLPs of one layer for a chunk of tokens, computed expert by expert in any order.
 
-    `experts` int32 holds the distinct experts of `ids`, ascending. `compute` runs some of them from the addresses where
-    their slices are leased; `out` float32 [tokens, top_k, hidden] then holds each expert's output for each of its
-    tokens, in the order of `ids`, not yet weighted.
+    `choose` says which experts each token has, as often as there is something else to choose for the same arrays; `experts` int32
+    then holds the distinct ones, ascending. `compute` runs some of them from the addresses where their slices are leased; `out`
+    float32 [tokens, top_k, hidden] then holds each expert's output for each of its tokens, in the order of the ids, not yet
+    weighted.
     """
 
     cdef readonly object experts, out
     cdef object x, quantized, counts, h, h_quantized
+    cdef int32_t *next_pair
     cdef int32_t *start
     cdef int32_t *end
-    cdef Py_ssize_t distinct
+    cdef int32_t *pair_token
+    cdef int32_t *pair_slot
+    cdef Py_ssize_t tokens, top_k, num_experts, distinct
     cdef sf_experts call
 
-    def __init__(self, x, Quantized quantized, const int32_t[:, ::1] ids,
-                 Py_ssize_t num_experts, Py_ssize_t intermediate, layout):
-        """x float32 [tokens, hidden]; quantized: its int8 form, for int8 experts, else None; ids int32 [tokens, top_k];
-        layout: where the sections of a slice lie (layout.ExpertLayout)."""
+    def __init__(self, x, Quantized quantized, Py_ssize_t top_k, Py_ssize_t num_experts, Py_ssize_t intermediate, layout):
+        """x float32 [tokens, hidden]; quantized: its int8 form, for int8 experts, else None; layout: where the sections of a
+        slice lie (layout.ExpertLayout)."""
         cdef const float[:, ::1] rows = x
-        cdef Py_ssize_t tokens = ids.shape[0], top_k = ids.shape[1], pairs = tokens * top_k, hidden = rows.shape[1]
-        cdef Py_ssize_t token, k, expert, distinct = 0
-        cdef int32_t *next_pair
-        cdef int32_t *experts
-        cdef int32_t *pair_token
-        cdef int32_t *pair_slot
+        cdef Py_ssize_t tokens = rows.shape[0], pairs = tokens * top_k, hidden = rows.shape[1]
         cdef Quantized h_quantized
-        if rows.shape[0] != tokens or pairs == 0:
-            raise ValueError(f"{rows.shape[0]} rows of activations, {tokens} of expert ids")
-        # One piece for all that counts: next_pair [num_experts + 1], start, end [num_experts], pair_token, pair_slot [pairs]
-        self.counts = numpy.zeros(3 * num_experts + 1 + 2 * pairs, numpy.int32)
-        next_pair = <int32_t *>data_of(self.counts)
-        self.start = next_pair + num_experts + 1
-        self.end = self.start + num_experts
-        pair_token = self.end + num_experts
-        pair_slot = pair_token + pairs
-        for token in range(tokens):
-            for k in range(top_k):
-                if not 0 <= ids[token, k] < num_experts:
-                    raise ValueError(f"expert id {ids[token, k]} is not below {num_experts}")
-                next_pair[ids[token, k] + 1] += 1
-        for expert in range(num_experts):
-            distinct += next_pair[expert + 1] > 0
-            next_pair[expert + 1] += next_pair[expert]
-        self.distinct = distinct
-        self.experts = empty((distinct,), _int32)
-        experts = <int32_t *>data_of(self.experts)
-        distinct = 0
-        for expert in range(num_experts):
-            if next_pair[expert + 1] > next_pair[expert]:
-                experts[distinct] = <int32_t>expert
-                self.start[distinct] = next_pair[expert]
-                self.end[distinct] = next_pair[expert + 1]
-                distinct += 1
-        for token in range(tokens):
-            for k in range(top_k):
-                pair_token[next_pair[ids[token, k]]] = <int32_t>token
-                pair_slot[next_pair[ids[token, k]]] = <int32_t>(token * top_k + k)
-                next_pair[ids[token, k]] += 1
-
+        if pairs == 0:
+            raise ValueError(f"{tokens} rows of activations, {top_k} experts for each")
+        self.tokens, self.top_k, self.num_experts = tokens, top_k, num_experts
+        # One piece for all that counts.
+        self.counts = numpy.empty(3 * num_experts + 1 + 2 * pairs, numpy.int32)
+        self.next_pair = <int32_t *>data_of(self.counts)            # [num_experts + 1]
+        self.start = self.next_pair + num_experts + 1               # [num_experts]
+        self.end = self.start + num_experts                         # [num_experts]
+        self.pair_token = self.end + num_experts                    # [pairs]
+        self.pair_slot = self.pair_token + pairs                    # [pairs]
         self.x, self.quantized = x, quantized
         self.out = empty((tokens, top_k, hidden), _float32)
         self.call.hidden = hidden
@@ -199,11 +175,42 @@ cdef class ExpertBatch:
             h_quantized.allocate(pairs, intermediate)
             self.h_quantized = h_quantized
             self.call.h_quantized = h_quantized.view
-        self.call.pair_token = pair_token
-        self.call.pair_slot = pair_slot
+        self.call.pair_token = self.pair_token
+        self.call.pair_slot = self.pair_slot
         self.call.x = &rows[0, 0]
         self.call.h = <float *>data_of(self.h)
         self.call.out = <float *>data_of(self.out)
+
+    def choose(self, const int32_t[:, ::1] ids):
+        """The experts of each token, ids int32 [tokens, top_k]. What was noted down for the experts before must have run."""
+        cdef Py_ssize_t token, k, expert
+        cdef int32_t *experts
+        cdef int32_t *next_pair = self.next_pair
+        if ids.shape[0] != self.tokens or ids.shape[1] != self.top_k:
+            raise ValueError(f"expert ids [{ids.shape[0]}, {ids.shape[1]}] for {self.tokens} tokens of {self.top_k} experts")
+        memset(next_pair, 0, (self.num_experts + 1) * sizeof(int32_t))
+        self.distinct = 0
+        for token in range(self.tokens):
+            for k in range(self.top_k):
+                if not 0 <= ids[token, k] < self.num_experts:
+                    raise ValueError(f"expert id {ids[token, k]} is not below {self.num_experts}")
+                self.distinct += next_pair[ids[token, k] + 1] == 0
+                next_pair[ids[token, k] + 1] += 1
+        self.experts = empty((self.distinct,), _int32)
+        experts = <int32_t *>data_of(self.experts)
+        self.distinct = 0
+        for expert in range(self.num_experts):
+            next_pair[expert + 1] += next_pair[expert]
+            if next_pair[expert + 1] > next_pair[expert]:
+                experts[self.distinct] = <int32_t>expert
+                self.start[self.distinct] = next_pair[expert]
+                self.end[self.distinct] = next_pair[expert + 1]
+                self.distinct += 1
+        for token in range(self.tokens):
+            for k in range(self.top_k):
+                self.pair_token[next_pair[ids[token, k]]] = <int32_t>token
+                self.pair_slot[next_pair[ids[token, k]]] = <int32_t>(token * self.top_k + k)
+                next_pair[ids[token, k]] += 1
 
     def compute(self, const int32_t[::1] which, const uint64_t[::1] addresses, int threads=1):
         """Computes experts[which] for all their tokens; addresses uint64 [len(which)]: where each of their slices begins.

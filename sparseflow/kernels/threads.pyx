@@ -53,6 +53,35 @@ cdef enum:
     LARGE = 1 << 14             # elements
 
 
+cdef class Recording:
+    """Kernels noted down once, to be run again and again on the same arrays: made by `Step.record`, repeated by `Step.repeat`.
+
+    It holds on to the arrays and weights, and to copies of the kernels' arguments.
+    """
+
+    cdef int count
+    cdef sf_operation *operations
+    cdef uint8_t *arguments
+    cdef list kept
+
+    def __dealloc__(self):
+        free(self.operations)
+        free(self.arguments)
+
+    cdef int copy(self, const sf_operation *operations, const uint8_t *arguments, int count) except -1:
+        cdef int i
+        self.operations = <sf_operation *>malloc(count * sizeof(sf_operation))
+        self.arguments = <uint8_t *>malloc(count * ARGUMENT_BYTES)
+        if self.operations == NULL or self.arguments == NULL:
+            raise MemoryError
+        memcpy(self.operations, operations, count * sizeof(sf_operation))
+        memcpy(self.arguments, arguments, count * ARGUMENT_BYTES)
+        for i in range(count):
+            self.operations[i].argument = self.arguments + i * ARGUMENT_BYTES
+        self.count = count
+        return 0
+
+
 cdef class Step:
     """Kernels called within it run together: a context manager for the calling thread.
 
@@ -69,6 +98,7 @@ cdef class Step:
 
     cdef int threads
     cdef int count
+    cdef long computed          # times that kernels ran
     cdef sf_operation *operations
     cdef uint8_t *arguments
     cdef sf_phase *phases
@@ -120,17 +150,49 @@ cdef class Step:
             self.compute()
         self.kept.clear()
 
+    def record(self, kernels):
+        """Calls `kernels()`, which calls kernels, and notes them down as ever. Returns what it returns, and a Recording of them.
+
+        Raises ValueError when they are too many for one parallel region, and outside of the step's own `with`.
+        """
+        cdef Recording recording = Recording.__new__(Recording)
+        cdef long computed
+        if sf_recording != <void *>self:
+            raise ValueError("a step records within its own with block")
+        self.run()
+        computed = self.computed
+        result = kernels()
+        if self.computed != computed:
+            raise ValueError(f"a recording holds {OPERATIONS} kernels at most")
+        recording.copy(self.operations, self.arguments, self.count)
+        recording.kept = list(self.kept)
+        return result, recording
+
+    def repeat(self, Recording recording not None) -> None:
+        """Notes the kernels of a recording down again. They read and write what they did then; nothing of it is checked anew."""
+        cdef int i
+        self.kept.append(recording)
+        for i in range(recording.count):
+            self.place()[0] = recording.operations[i]
+            self.count += 1
+
     cdef void compute(self) noexcept nogil:
         if self.count > 0:
             sf_run(self.operations, self.count, self.threads, self.phases, self.stretches)
+            self.computed += 1
         self.count = 0
 
-    cdef void note(self, sf_operation operation, size_t size) noexcept nogil:
+    cdef sf_operation *place(self) noexcept nogil:
+        """Where the next operation goes: when there is no room left, what was noted is computed first."""
         if self.count == OPERATIONS:
             self.compute()
+        return self.operations + self.count
+
+    cdef void note(self, sf_operation operation, size_t size) noexcept nogil:
+        cdef sf_operation *place = self.place()
         memcpy(self.arguments + self.count * ARGUMENT_BYTES, operation.argument, size)
-        operation.argument = self.arguments + self.count * ARGUMENT_BYTES
-        self.operations[self.count] = operation
+        place[0] = operation
+        place.argument = self.arguments + self.count * ARGUMENT_BYTES
         self.count += 1
 
 

@@ -21,7 +21,8 @@ struct sf_attention {
     const uint64_t *key_pages, *value_pages;
     float *scores;              /* [workers][SF_HEADS_AT_ONCE][score_stride] scratch */
     float *out;                 /* [tokens][heads][head_dim] */
-    long tokens, position, heads, kv_heads, head_dim, rotary_dim, score_stride;
+    const int64_t *position; /* one */
+    long tokens, heads, kv_heads, head_dim, rotary_dim, score_stride;
     float eps;
 };
 #endif
@@ -55,7 +56,7 @@ SF_INLINE void SF_NAME(norm_and_rotate)(const struct sf_attention *call, float *
 static void SF_NAME(attention_append_unit)(void *argument, long token, int worker)
 {
     const struct sf_attention *call = argument;
-    const long dim = call->head_dim, position = call->position + token, slot = position % SF_PAGE;
+    const long dim = call->head_dim, position = *call->position + token, slot = position % SF_PAGE;
     float *key_page = (float *)(uintptr_t)call->key_pages[position / SF_PAGE];
     float *value_page = (float *)(uintptr_t)call->value_pages[position / SF_PAGE];
     (void)worker;
@@ -76,7 +77,7 @@ static void SF_NAME(attention_append_unit)(void *argument, long token, int worke
 SF_INLINE void SF_NAME(attend)(const struct sf_attention *call, int count, long token, long kv_head, long first_head,
                                float *scores)
 {
-    const long dim = call->head_dim, positions = call->position + token + 1;
+    const long dim = call->head_dim, positions = *call->position + token + 1;
     const F scale = f_set1(1.0f / sqrtf((float)dim));
     const float *q[SF_HEADS_AT_ONCE];
     float sum[SF_HEADS_AT_ONCE];
