@@ -136,7 +136,7 @@ def shim(tmp_path: Path) -> Path:
     ("mapped", "the disk could not read it (the kernel's log tells why)"),
 ])  # fmt: skip
 def test_a_disk_that_fails_for_a_while(packed_demo: Path, shim: Path, mode: str, reason: str) -> None:
-    told = run(packed_demo, mode, LD_PRELOAD=str(shim), FAULT_FROM="300", FAULT_TO="400")
+    told = run(packed_demo, mode, LD_PRELOAD=str(shim), FAULT_FROM="300", FAULT_TO="320")
     assert told["texts"] == [expected(packed_demo)] == [told["last"]]
     assert told["errors"]
     assert all(NAMED.search(error) and error.endswith(reason) for error in told["errors"])
