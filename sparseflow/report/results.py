@@ -92,7 +92,10 @@ def load_results(path: str | os.PathLike[str]) -> BenchmarkResults:
 
 def _results(source: str, content: dict[str, Any]) -> BenchmarkResults:
     machine, versions, speeds, cells = (content[name] for name in ("machine", "versions", "bandwidths", "cells"))
-    bandwidths = {name: speeds[f"{name}_bytes_per_second"] for name in ("memory", "disk")}
+    given = {name: speeds[f"{name}_bytes_per_second"] for name in ("memory", "disk")}
+    bandwidths = {name: float(speed) for name, speed in given.items() if speed is not None}
+    if not all(0 < speed <= sys.float_info.max for speed in bandwidths.values()):
+        raise ValueError(f"bandwidths are {given}")
     return BenchmarkResults(
         source=source,
         model=str(content["model"]["folder"]),
@@ -100,7 +103,7 @@ def _results(source: str, content: dict[str, Any]) -> BenchmarkResults:
         versions=f"SparseFlow {versions['sparseflow']}" + (f" ({versions['revision']})" if versions.get("revision") else ""),
         workload=f"{_several(cells, 'prompt_tokens')} prompt tokens, {_several(cells, 'new_tokens')} new, {content['threads']} threads",
         replayed=_several(cells, "replayed") or None,
-        bandwidths={name: float(speed) for name, speed in bandwidths.items() if speed is not None},
+        bandwidths=bandwidths,
         cells=tuple(_cell(cell) for cell in cells),
     )
 
