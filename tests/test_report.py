@@ -89,6 +89,8 @@ def test_the_published_results_are_read(path: Path) -> None:
     (json.dumps(results(cells=[cell("x", "elsewhere", "warm", 1, [1.0], 1)])), "damaged"),
     (json.dumps(results(machine=None)), "damaged"),
     (json.dumps(results(bandwidths={})), "damaged"),
+    *[(json.dumps(results(bandwidths={"memory_bytes_per_second": speed, "disk_bytes_per_second": None})), "damaged")
+      for speed in (float("inf"), float("nan"), 0, -1, "fast")],
 ])
 def test_what_are_no_results(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "results.json"
@@ -182,6 +184,12 @@ def test_one_page_of_everything(tmp_path: Path) -> None:
     assert "needs 12.0 GiB of memory" in page and "1 of 2 runs" in page and "3 of 3 runs" in page
     assert (tmp_path / "p.svg").read_text() == readme_picture(load_results(bench))
     assert {entry.name for entry in tmp_path.iterdir()} == {"routes.npz", "results.json", "report.html", "p.svg"}
+
+
+def test_a_page_of_results_without_cells(tmp_path: Path) -> None:
+    bench = write_results(tmp_path / "results.json", results(cells=[]))
+    assert report(bench, "--out", tmp_path / "report.html").exit_code == 0
+    assert "All figures" in (tmp_path / "report.html").read_text()
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:
