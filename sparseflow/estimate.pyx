@@ -215,7 +215,7 @@ cdef void vote(Estimate* estimate, const uint64_t* uses, float* followed, float*
     """What the tokens before chose in this layer, and what those after them chose, as shares of a vote weighted by likeness."""
     cdef float[TOKENS + 1] weight                                   # of the token `ago`; of the last one itself, none
     cdef float total = 0, of_followed, of_alike
-    cdef uint64_t left
+    cdef uint64_t left, heard = 0
     cdef int32_t expert
     cdef int ago
     weight[0] = weight[TOKENS] = 0
@@ -227,8 +227,12 @@ cdef void vote(Estimate* estimate, const uint64_t* uses, float* followed, float*
         total = 1
     for ago in range(1, TOKENS):
         weight[ago] /= total
+        if weight[ago] < LEAST:                                     # alone it would not make a value
+            weight[ago] = 0
+        else:
+            heard |= <uint64_t>3 << ago - 1
     for expert in range(estimate.experts):
-        left = uses[expert]
+        left = uses[expert] & heard
         of_followed = of_alike = 0
         while left != 0:
             ago = __builtin_ctzll(left)
