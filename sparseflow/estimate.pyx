@@ -10,9 +10,9 @@ Design
 
     What tokens alike did. Tokens that chose the same experts in the layers before mostly agree in the next one too, and so do
     the tokens after them. Each of the last tokens is compared with the present one: the share of experts in common, layer by
-    layer, averaged with less weight for layers farther back. They vote with that likeness to the fourth power (a kernel estimate of a
-    conditional mean: Nadaraya, "On estimating regression", 1964): once for what they used themselves, once for what the
-    token after them used.
+    layer, averaged with less weight for layers farther back. They vote with that likeness to the fourth power (a kernel
+    estimate of a conditional mean: Nadaraya, "On estimating regression", 1964): once for what they used themselves, once for
+    what the token after them used.
 
     The five weights of the first and the three of the mixture are shared by all layers and fitted while running: least squares with
     forgetting (Ljung, "System Identification", ch. 11) towards prior weights, which count like some of what is remembered.
@@ -20,7 +20,7 @@ Design
     forward, which is the one that the parts were about.
 
     Prior weights, lengths and powers are round figures chosen on four recorded texts of Qwen3.6-35B-A3B (bench/policy.py).
-    Choosing them on three of the texts does as well on the fourth, and a fifth more or less in one changes little.
+    Chosen on three of the texts alone they do as well on the fourth, and a fifth more or less in one changes little.
 """
 
 from libc.errno cimport ENOMEM
