@@ -6,21 +6,13 @@ policy_init. A key is layer * experts + expert.
 
 from libc.stdint cimport int32_t, uint8_t, uint64_t
 
-
-cdef enum:
-    RANK = 3                    # the features: three memories of uses, the rank of the last one, and 1
-    CONSTANT = 4
-    FEATURES = 5
+from sparseflow.estimate cimport Estimate
 
 
 cdef struct Policy:
     int32_t layers
     int32_t experts             # of a layer
-    int32_t top_k               # of the last token observed
-    float* known                # [layers, FEATURES, experts] of each expert
-    float* values               # [layers * experts] estimated probability of a use at the next chance
-    double[FEATURES][FEATURES] moments  # what was seen, forgetting: products of features (the upper triangle),
-    double[FEATURES] used       # and their sums over the experts that were used
+    Estimate estimate           # what the next token will use
     int32_t* first              # [layers * BUCKETS] ends of the lists of idle slots, by layer and value
     int32_t* last
     uint64_t* filled            # [layers] bit b: bucket b holds a slot

@@ -13,7 +13,7 @@ import sparseflow
 ORDER = """
 errors finite sizes regular_file config quantize tiles layout manifest_text limits kernels.isa kernels.threads kernels.packing
 packfile shards checkpoint encode equalise journal packer pack demo_model verify
-extents store policy readers slots waiting prefetch pins lease leases kernels.linear kernels.norms kernels.experts kernels.deltanet kernels.attention
+extents store estimate policy readers slots waiting prefetch pins lease leases kernels.linear kernels.norms kernels.experts kernels.deltanet kernels.attention
 kernels.bandwidth page_cache
 weights recorded state rotary replay lookahead decoder evidence trace session route_simulation route_evidence tokenizer memory activations footprint checks
 messages template_sandbox chat sampling generate conversation model likelihood transformers_model questions quality divergence

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -94,6 +93,19 @@ def test_of_two_experts_used_alike_the_one_of_higher_rank_is_kept(store: PackedS
     with table.acquire(1, np.array([0], np.int32)) as lease:  # takes one slot: that of the expert worth least
         lease.wait()
     assert [table.resident(0, expert) for expert in range(TOP_K)] == [True, heavy == 1, heavy == 2, True]
+
+
+def test_what_followed_a_token_alike_is_kept_rather_than_what_was_used_last(store: PackedStore) -> None:
+    even, odd = np.arange(TOP_K), np.arange(TOP_K, 2 * TOP_K)
+    table = LeaseTable(store, TOP_K + 2)
+    for _ in range(6):
+        step(table, 0, even)
+        step(table, 0, odd)
+    assert [table.resident(0, expert) for expert in range(2 * TOP_K)].count(True) == TOP_K + 2
+    with table.acquire(1, np.array([0], np.int32)) as lease:  # takes one slot: of an expert that is not up next
+        lease.wait()
+    assert sum(table.resident(0, int(expert)) for expert in even) == 2
+    assert sum(table.resident(0, int(expert)) for expert in odd) == TOP_K - 1
 
 
 @given(
