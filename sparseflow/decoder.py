@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from functools import partial
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +28,7 @@ from sparseflow.lookahead import GuessRecord, Guesses, NextRouter
 from sparseflow.recorded import Routing
 from sparseflow.replay import RouteReplay
 from sparseflow.rotary import Rotary
+from sparseflow.route_record import RouteRecord
 from sparseflow.state import DecoderState, KVCache, LinearState
 from sparseflow.weights import Activations, DenseCore, Embedding, Linear, SharedExpert, project
 
@@ -36,21 +36,6 @@ Array = NDArray[np.float32]
 
 EXPERTS_AT_ONCE = 4
 """Experts computed together as they arrive: fewer wait less, more share the cost of starting threads."""
-
-
-class LayerTrace(Protocol):
-    """Where a forward reports the routes of each layer."""
-
-    def add_layer(
-        self,
-        layer: int,
-        expert_ids: NDArray[np.int32],
-        hit: NDArray[np.bool_],
-        wait_seconds: float,
-        bytes_asked: int,
-        asked_at: float,
-        arrived_at: float,
-    ) -> None: ...
 
 
 class LeaseCount:
@@ -183,7 +168,7 @@ class SparseMoe:
         step: Step,
         guesses: Guesses | None,
         usage: LeaseCount,
-        trace: LayerTrace | None,
+        trace: RouteRecord | None,
         replay: RouteReplay | None,
     ) -> None:
         g = self.geometry
@@ -232,9 +217,9 @@ class SparseMoe:
         usage.requests += len(batch.experts)
         if trace is not None:
             # One token has its experts in ascending order, as the lease does.
-            each = hit[0][None] if len(ids) == 1 else np.concatenate(hit)[np.searchsorted(batch.experts, ids)]
+            each = hit[0] if len(ids) == 1 else np.concatenate(hit)[np.searchsorted(batch.experts, ids)]
             bytes_asked = len(batch.experts) * self.layout.stride
-            trace.add_layer(self.layer, ids, each, waited, bytes_asked, asked_at, arrived_at)
+            trace.add_layer(self.layer, ids, each, waited, bytes_asked, asked_at, arrived_at, time.perf_counter())
 
 
 class DecoderLayer:
@@ -309,7 +294,7 @@ class Decoder:
         *,
         logits: int,
         usage: LeaseCount,
-        trace: LayerTrace | None = None,
+        trace: RouteRecord | None = None,
         replay: RouteReplay | None = None,
     ) -> Array:
         """Feeds a chunk of tokens and moves the state on; returns logits float32 [rows, vocab].

@@ -142,10 +142,9 @@ class Session:
         count = LeaseCount()
         evictions = self._model.leases.counters()["evictions"]
         read = disk_bytes_read()
-        if self.trace is not None:
-            self.trace.begin_forward(len(tokens), read)
+        record = None if self.trace is None else self.trace.begin_forward(len(tokens), read)
         self._broken = True
-        result = self._model.decoder(tokens, state, logits=logits, usage=count, trace=self.trace, replay=self.replay)
+        result = self._model.decoder(tokens, state, logits=logits, usage=count, trace=record, replay=self.replay)
         require_finite_logits(result)
         self._broken = False
         read_after = disk_bytes_read()

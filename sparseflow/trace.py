@@ -16,7 +16,7 @@ The file is a compressed .npz. Version 2 holds, with F forwards, T tokens in the
     ended_at        float32 [F, L], when the layer was done; the next one began there
     wait_seconds    float32 [F, L], how long the layer stood still for the disk
     bytes_asked     int64 [F, L], its distinct experts times expert_bytes
-    layer_read      int64 [F, L], bytes the disk moved since the count before; -1 where none was taken (see SAMPLE_SECONDS)
+    layer_read      int64 [F, L], bytes the disk moved since the count before; -1 where none was taken (see route_record.SAMPLE_SECONDS)
     bytes_read      int64 [F], bytes the disk moved for the process during the forward; -1 where the system did not tell
 """
 
@@ -32,16 +32,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparseflow.errors import OptionError, StorageError
-from sparseflow.evidence import disk_bytes_read
+from sparseflow.route_record import LAYER_VALUES, RouteRecord
 
 TRACE_VERSION = 2
 
-SAMPLE_SECONDS = 0.002
-"""The system is asked what the disk moved at the end of a layer, unless all experts are resident or it was asked less than this ago:
-a question takes up to 10 microseconds, and tracing may cost no more than a hundredth. Layers of a full-sized model take longer."""
-
 FORWARDS_AT_ONCE = 32
-"""Forwards of as many tokens each are brought into compact form together, which takes a fraction of the time."""
+"""Forwards of one token are brought into the form of the file together, which takes a fraction of the time."""
 
 _BY_FORWARD = {"forward_tokens": np.int64, "seconds": np.float32, "bytes_read": np.int64}
 _BY_LAYER = {
@@ -53,24 +49,7 @@ _BY_LAYER = {
     "layer_read": np.int64,
 }
 _TIMES = slice(2, 5)
-"""Those of _BY_LAYER that count from the begin of the forward."""
-
-
-class _Forwards:
-    """Forwards in the form in which they are recorded, which is quick to write."""
-
-    def __init__(self) -> None:
-        self.expert_ids: list[NDArray[np.int32]] = []  # of every layer in turn, [tokens, top_k]
-        self.hit: list[NDArray[np.bool_]] = []
-        self.of_layers: list[float] = []  # of every layer in turn, the values of _BY_LAYER, times by the clock
-        self.of_forwards: list[float] = []  # of every forward in turn, the values of _BY_FORWARD and when it began
-
-    def __iadd__(self, other: _Forwards) -> _Forwards:
-        self.expert_ids += other.expert_ids
-        self.hit += other.hit
-        self.of_layers += other.of_layers
-        self.of_forwards += other.of_forwards
-        return self
+"""Those of LAYER_VALUES that count from the begin of the forward."""
 
 
 class RouteTrace:
@@ -86,8 +65,8 @@ class RouteTrace:
         expert_bytes: bytes of one expert; slots: experts that the cache holds.
         replayed: label of the recording, when the session followed a RouteReplay and not its own routers; else None.
 
-    The session writes with `begin_forward`, `add_layer` for every layer in turn, `end_forward`. A forward that was begun and not ended
-    (it failed) is not part of the trace. Memory: 3 bytes per token, layer and chosen expert, and 32 per forward and layer.
+    The session writes with `begin_forward`, whose result every layer tells what it did, and `end_forward`. A forward that was begun
+    and not ended (it failed) is not part of the trace. Memory: 3 bytes per token, layer and chosen expert, and 32 per forward and layer.
     """
 
     def __init__(
@@ -102,85 +81,55 @@ class RouteTrace:
         self.slots = slots
         self.replayed = replayed
         self._all_resident = slots >= num_layers * num_experts
-        self._blocks = [self._block(0, _Forwards())]  # arrays as in the file, to be joined along their first axes
-        self._pending = _Forwards()  # of _pending_tokens each, not yet in a block
-        self._pending_tokens = self._tokens = 0
-        self._next = _Forwards()
-        self._begun = self._sampled = 0.0
-        self._counted_first: int | None = None
-        self._counted: int | None = None
+        self._record = RouteRecord(num_layers, 0, top_k, 1)
+        self._of_forwards: list[tuple[float, ...]] = []  # of those in the record: values of _BY_FORWARD, and when it began
+        self._blocks = [self._block()]  # arrays as in the file, to be joined along their first axes
+        self._begun = 0.0
+        self._disk_bytes: int | None = None
 
     # --- written by the session ---
 
-    def begin_forward(self, tokens: int, disk_bytes: int | None) -> None:
-        """Begin a forward of some tokens. Drops one that was begun and never ended.
+    def begin_forward(self, tokens: int, disk_bytes: int | None) -> RouteRecord:
+        """Begin a forward of some tokens; returns what its layers are to be added to. Drops one that was begun and never ended.
 
         disk_bytes: `evidence.disk_bytes_read()` now.
         """
-        self._tokens, self._next = tokens, _Forwards()
-        self._counted_first = self._counted = disk_bytes
-        self._begun = self._sampled = time.perf_counter()
-
-    def add_layer(
-        self,
-        layer: int,
-        expert_ids: NDArray[np.int32],
-        hit: NDArray[np.bool_],
-        wait_seconds: float,
-        bytes_asked: int,
-        asked_at: float,
-        arrived_at: float,
-    ) -> None:
-        """Add one layer of the forward that was begun, as soon as it is done. The arrays are kept: do not change them.
-
-        Parameters
-            expert_ids: int32 [tokens, top_k], each row ascending.
-            hit: bool [tokens, top_k], whether that expert was in memory when its wave of leases was acquired.
-            wait_seconds: how long this layer stood still for the disk.
-            bytes_asked: distinct experts of the layer times expert_bytes.
-            asked_at, arrived_at: time.perf_counter() when the experts were asked for, and when the last was there.
-        """
-        now, read = time.perf_counter(), -1
-        if not self._all_resident and now - self._sampled >= SAMPLE_SECONDS and self._counted is not None:
-            counted = disk_bytes_read()
-            if counted is not None:
-                read = counted - self._counted
-            self._sampled, self._counted = now, counted
-        forward = self._next
-        forward.expert_ids.append(expert_ids)
-        forward.hit.append(hit)
-        forward.of_layers += (wait_seconds, bytes_asked, asked_at, arrived_at, now, read)
+        if self._record.tokens != tokens or self._record.forwards == self._record.capacity:
+            self._settle()
+            if self._record.tokens != tokens:
+                self._record = RouteRecord(self.num_layers, tokens, self.top_k, FORWARDS_AT_ONCE if tokens == 1 else 1)
+        self._disk_bytes = disk_bytes
+        self._begun = time.perf_counter()
+        self._record.begin(self._begun, None if self._all_resident else disk_bytes)
+        return self._record
 
     def end_forward(self, disk_bytes: int | None) -> None:
         """End the forward. disk_bytes: `evidence.disk_bytes_read()` now."""
         seconds = time.perf_counter() - self._begun
-        read = -1 if disk_bytes is None or self._counted_first is None else disk_bytes - self._counted_first
-        if self._pending_tokens != self._tokens or len(self._pending.hit) >= FORWARDS_AT_ONCE * self.num_layers:
-            self._settle()
-            self._pending_tokens = self._tokens
-        self._next.of_forwards += (self._tokens, seconds, read, self._begun)
-        self._pending += self._next
-        self._next = _Forwards()
+        read = -1 if disk_bytes is None or self._disk_bytes is None else disk_bytes - self._disk_bytes
+        self._of_forwards.append((self._record.tokens, seconds, read, self._begun))
+        self._record.end()
 
     def _settle(self) -> None:
-        """Bring the pending forwards into compact form."""
-        if self._pending.hit:
-            self._blocks.append(self._block(self._pending_tokens, self._pending))
-            self._pending = _Forwards()
+        """Bring what was recorded into the form of the file."""
+        if self._record.forwards:
+            self._blocks.append(self._block())
+            self._of_forwards = []
+            self._record.clear()
 
-    def _block(self, tokens: int, recorded: _Forwards) -> dict[str, NDArray[Any]]:
-        """The arrays of the file, of forwards that fed `tokens` each."""
-        whole = np.array(recorded.of_forwards, np.float64).reshape(-1, len(_BY_FORWARD) + 1)
-        forwards, layers = len(whole), self.num_layers
-        measured = np.array(recorded.of_layers, np.float64).reshape(forwards, layers, len(_BY_LAYER))
+    def _block(self) -> dict[str, NDArray[Any]]:
+        """The arrays of the file, of the forwards in the record."""
+        record, layers = self._record, self.num_layers
+        forwards, tokens = record.forwards, record.tokens
+        whole = np.array(self._of_forwards, np.float64).reshape(forwards, len(_BY_FORWARD) + 1)
+        measured = record.of_layers[:forwards].copy()
         measured[..., _TIMES] -= whole[:, -1, None, None]
-        block = {name: whole[:, place].astype(kind) for place, (name, kind) in enumerate(_BY_FORWARD.items())}
-        block |= {name: measured[..., place].astype(kind) for place, (name, kind) in enumerate(_BY_LAYER.items())}
-        for name, kind, rows in (("expert_ids", np.int16, recorded.expert_ids), ("hit", np.bool_, recorded.hit)):
-            joined: NDArray[Any] = np.concatenate(rows).astype(kind) if rows else np.zeros(0, kind)
-            by_layer = joined.reshape(forwards, layers, tokens, self.top_k).transpose(0, 2, 1, 3)
-            block[name] = by_layer.reshape(forwards * tokens, layers, self.top_k)
-        return block
+        block: dict[str, NDArray[Any]] = {
+            name: array[:forwards].transpose(0, 2, 1, 3).reshape(forwards * tokens, layers, self.top_k).copy()
+            for name, array in (("expert_ids", record.expert_ids), ("hit", record.hit))
+        }
+        block |= {name: whole[:, place].astype(kind) for place, (name, kind) in enumerate(_BY_FORWARD.items())}
+        return block | {name: measured[..., place].astype(_BY_LAYER[name]) for place, name in enumerate(LAYER_VALUES)}
 
     def _array(self, name: str) -> NDArray[Any]:
         """One array of the file."""

@@ -59,11 +59,12 @@ def random_trace(tokens: int, layers: int = 6, experts: int = 12, top_k: int = 3
     rng = np.random.default_rng(0)
     trace = RouteTrace(layers, experts, top_k, expert_bytes=28672, slots=20)
     for forward, count in enumerate([prompt, *[1] * (tokens - prompt)]):
-        trace.begin_forward(count, 0)
+        record = trace.begin_forward(count, 0)
         ids = np.sort(np.argsort(rng.random((count, layers, experts)), axis=-1)[..., :top_k], axis=-1).astype(np.int32)
         inside = rng.random((layers, experts)) < 0.6
         for layer in range(layers):
-            trace.add_layer(layer, ids[:, layer], inside[layer][ids[:, layer]], 0.002, 28672 * len(np.unique(ids[:, layer])), 0.0, 0.0)
+            chosen = np.ascontiguousarray(ids[:, layer])
+            record.add_layer(layer, chosen, inside[layer][chosen], 0.002, 28672 * len(np.unique(chosen)), 0.0, 0.0, 0.0)
         trace.end_forward(1000 * forward)
     begin = np.arange(layers) * 0.006
     for name, offset in (("asked_at", 0.001), ("arrived_at", 0.003), ("ended_at", 0.006)):

@@ -149,10 +149,10 @@ def test_the_picture_stands_alone(tmp_path: Path) -> None:
 
 def test_bytes_of_the_disk_are_shared_out_by_misses() -> None:
     trace = RouteTrace(3, 8, 2, expert_bytes=100, slots=4)
-    trace.begin_forward(2, 0)
+    record = trace.begin_forward(2, 0)
     ids = np.array([[0, 1], [1, 2]], np.int32)
     for layer, hit in enumerate(([False, False, False, True], [True] * 4, [True, True, True, False])):
-        trace.add_layer(layer, ids, np.array(hit).reshape(2, 2), 0.0, 300, 0.0, 0.0)
+        record.add_layer(layer, ids, np.array(hit), 0.0, 300, 0.0, 0.0, 0.0)
     trace.end_forward(90)
     missed = np.array([[2, 0, 1]])
     trace._array("layer_read")[:] = [[-1, 60, -1]]

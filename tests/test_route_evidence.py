@@ -21,10 +21,11 @@ def traced(forwards: list[list[list[list[int]]]], missed: set[tuple[int, int, in
     trace = RouteTrace(first.shape[1], 8, first.shape[2], expert_bytes=100, slots=slots)
     for number, chosen in enumerate(forwards):
         ids = np.array(chosen, np.int32)
-        trace.begin_forward(len(ids), 0)
+        record = trace.begin_forward(len(ids), 0)
         for layer in range(ids.shape[1]):
-            hit = np.array([[(number, layer, expert) not in missed for expert in row] for row in ids[:, layer].tolist()])
-            trace.add_layer(layer, ids[:, layer], hit, 0.5, 100 * len(np.unique(ids[:, layer])), 0.0, 0.0)
+            row = np.ascontiguousarray(ids[:, layer])
+            hit = np.array([(number, layer, expert) not in missed for expert in row.ravel().tolist()])
+            record.add_layer(layer, row, hit, 0.5, 100 * len(np.unique(row)), 0.0, 0.0, 0.0)
         trace.end_forward(read)
     return trace
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sparseflow.errors import OptionError, SparseFlowError, StorageError
+from sparseflow.route_record import RouteRecord
 from sparseflow.trace import FORWARDS_AT_ONCE, TRACE_VERSION, RouteTrace
 
 LAYERS, EXPERTS, TOP_K, STRIDE = 3, 10, 2, 4096
@@ -24,13 +25,14 @@ def record(trace: RouteTrace, tokens: int, seed: int, bytes_read: int | None = 0
     rng = np.random.default_rng(seed)
     ids = np.empty((tokens, LAYERS, TOP_K), np.int32)
     hit = rng.integers(2, size=ids.shape).astype(np.bool_)
-    trace.begin_forward(tokens, 1000)
+    layers = trace.begin_forward(tokens, 1000)
     begun = time.perf_counter()
     for layer in range(LAYERS):
         for token in range(tokens):
             ids[token, layer] = np.sort(rng.choice(EXPERTS, TOP_K, replace=False))
         asked = len(np.unique(ids[:, layer])) * STRIDE
-        trace.add_layer(layer, ids[:, layer], hit[:, layer], 0.25 * layer, asked, begun + layer, begun + layer + 0.5)
+        chosen, flags = np.ascontiguousarray(ids[:, layer]), np.ascontiguousarray(hit[:, layer])
+        layers.add_layer(layer, chosen, flags, 0.25 * layer, asked, begun + layer, begun + layer + 0.5, time.perf_counter())
     trace.end_forward(None if bytes_read is None else 1000 + bytes_read)
     return ids, hit
 
@@ -73,9 +75,10 @@ def test_forwards_come_in_any_number() -> None:
     tokens = [1] * (2 * FORWARDS_AT_ONCE + 3) + [4, 4, 1, 2]
     ids = [rng.integers(0, EXPERTS, (count, 2, TOP_K)).astype(np.int32) for count in tokens]
     for number, chosen in enumerate(ids):
-        trace.begin_forward(len(chosen), 0)
+        layers = trace.begin_forward(len(chosen), 0)
         for layer in (0, 1):
-            trace.add_layer(layer, chosen[:, layer], chosen[:, layer] % 2 == 0, number, layer, 0.0, 0.0)
+            row = np.ascontiguousarray(chosen[:, layer])
+            layers.add_layer(layer, row, row % 2 == 0, number, layer, 0.0, 0.0, 0.0)
         trace.end_forward(number)
         if number % 20 == 0:
             assert trace.forwards == number + 1
@@ -90,8 +93,8 @@ def test_forwards_come_in_any_number() -> None:
 def test_a_forward_that_failed_is_not_in_the_trace() -> None:
     trace = new_trace()
     record(trace, 2, 0)
-    trace.begin_forward(4, 0)
-    trace.add_layer(0, np.zeros((4, TOP_K), np.int32), np.zeros((4, TOP_K), np.bool_), 0.0, STRIDE, 0.0, 0.0)
+    layers = trace.begin_forward(4, 0)
+    layers.add_layer(0, np.zeros((4, TOP_K), np.int32), np.zeros((4, TOP_K), np.bool_), 0.0, STRIDE, 0.0, 0.0, 0.0)
     ids, _ = record(trace, 1, 1)
     assert (trace.forwards, trace.tokens) == (2, 3)
     assert np.array_equal(trace.expert_ids[2:], ids)
@@ -107,34 +110,35 @@ def test_times_count_from_the_begin_of_the_forward() -> None:
 
 
 def test_a_layer_tells_what_the_disk_moved_since_the_count_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, moved = iter([0.0, 0.001, 0.004, 0.005, 0.006]), iter([300])
-    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    monkeypatch.setattr("sparseflow.trace.disk_bytes_read", lambda: next(moved))
+    moved = iter([300])
+    monkeypatch.setattr("sparseflow.route_record.disk_bytes_read", lambda: next(moved))
     trace = new_trace()
-    trace.begin_forward(1, 100)
-    for layer in range(LAYERS):
-        trace.add_layer(layer, np.array([[1, 2]], np.int32), np.array([[True, False]]), 0.0, 2 * STRIDE, 0.0, 0.0)
+    layers = trace.begin_forward(1, 100)
+    begun = time.perf_counter()
+    ids, hit = np.array([[1, 2]], np.int32), np.ones((1, 2), np.bool_)
+    for layer, now in enumerate([begun, begun + 0.004, begun + 0.005]):
+        layers.add_layer(layer, ids, hit, 0.0, 2 * STRIDE, begun, begun, now)
     trace.end_forward(450)
     assert trace.bytes_read_by_layer.tolist() == [[-1, 200, -1]]  # too early, counted, too early again
     assert trace.bytes_read_by_forward.tolist() == [350]
 
 
 def test_nothing_is_asked_between_layers_when_all_experts_are_resident(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparseflow.trace.SAMPLE_SECONDS", 0.0)
-    monkeypatch.setattr("sparseflow.trace.disk_bytes_read", lambda: 7)
+    monkeypatch.setattr("sparseflow.route_record.disk_bytes_read", lambda: 7)
     for slots, told in ((LAYERS * EXPERTS, -1), (LAYERS * EXPERTS - 1, 0)):
         trace = RouteTrace(LAYERS, EXPERTS, TOP_K, expert_bytes=STRIDE, slots=slots)
-        trace.begin_forward(1, 7)
+        layers = trace.begin_forward(1, 7)
         for layer in range(LAYERS):
-            trace.add_layer(layer, np.array([[1, 2]], np.int32), np.array([[True, True]]), 0.0, 2 * STRIDE, 0.0, 0.0)
+            now = time.perf_counter() + 1 + layer
+            layers.add_layer(layer, np.array([[1, 2]], np.int32), np.array([[True, True]]), 0.0, 2 * STRIDE, 0.0, 0.0, now)
         trace.end_forward(7)
         assert trace.bytes_read_by_layer.tolist() == [[told] * LAYERS]
 
 
 @pytest.mark.parametrize("last", [None, 7])
 def test_a_system_that_stops_telling(monkeypatch: pytest.MonkeyPatch, last: int | None) -> None:
-    monkeypatch.setattr("sparseflow.trace.SAMPLE_SECONDS", 0.0)
-    monkeypatch.setattr("sparseflow.trace.disk_bytes_read", lambda: None)
+    monkeypatch.setattr("sparseflow.route_record.SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr("sparseflow.route_record.disk_bytes_read", lambda: None)
     trace = new_trace()
     record(trace, 1, 0, last)
     assert trace.bytes_read_by_layer.tolist() == [[-1] * LAYERS]
@@ -146,6 +150,25 @@ def test_bytes_read_are_unknown_as_a_whole_when_one_is() -> None:
     record(trace, 1, 0, 4096)
     record(trace, 1, 1, None)
     assert trace.bytes_read is None and trace.bytes_read_by_forward.tolist() == [4096, -1]
+
+
+def test_layers_and_arrays_that_do_not_belong_to_the_forward_are_refused() -> None:
+    layers = new_trace().begin_forward(2, 0)
+    ids, hit = np.zeros((2, TOP_K), np.int32), np.zeros((2, TOP_K), np.bool_)
+    for layer in (-1, LAYERS):
+        with pytest.raises(ValueError, match="no layer"):
+            layers.add_layer(layer, ids, hit, 0.0, 0, 0.0, 0.0, 0.0)
+    for bad_ids, bad_hit in ((ids[:1], hit), (ids, hit[:1]), (ids.astype(np.int64), hit), (ids[:, ::-1], hit)):
+        with pytest.raises(ValueError, match="contiguous|not those of 2 tokens"):
+            layers.add_layer(0, bad_ids, bad_hit, 0.0, 0, 0.0, 0.0, 0.0)
+
+
+def test_a_full_record_begins_no_forward() -> None:
+    record = RouteRecord(LAYERS, 1, TOP_K, 1)
+    record.begin(0.0, None)
+    record.end()
+    with pytest.raises(ValueError, match="full"):
+        record.begin(0.0, None)
 
 
 def test_more_experts_than_an_id_can_hold() -> None:
