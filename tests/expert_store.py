@@ -135,3 +135,17 @@ def without_direct_reads(monkeypatch: pytest.MonkeyPatch, when: str = "open") ->
 
     monkeypatch.setattr(store_module.os, "open", open_)
     monkeypatch.setattr(store_module.os, "preadv", preadv)
+
+
+READ_MAPPED = """
+import os
+
+def read_mapped():
+    really_open = os.open
+    def without_direct_reads(path, flags, *rest, **named):
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return really_open(path, flags, *rest, **named)
+    os.open = without_direct_reads
+"""
+# The same for programs that tests run in a process of their own: they begin with this, and call read_mapped().

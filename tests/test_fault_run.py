@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from expert_store import without_direct_reads
+from expert_store import READ_MAPPED, without_direct_reads
 
 import sparseflow
 from sparseflow.errors import PackedModelError
@@ -61,19 +61,14 @@ ssize_t pread(int fd, void *buffer, size_t size, off_t offset) { return pread64(
 """
 
 # Generates again and again, while the file may shrink, and tells what came out.
-RUN = """
+RUN = READ_MAPPED + """
 import json, os, sys, threading
 import sparseflow
 from sparseflow.errors import StorageError
 
 folder, cache, mode, shrink = sys.argv[1:]
 if mode == "mapped":
-    really_open = os.open
-    def without_direct_reads(path, flags, *rest, **named):
-        if flags & os.O_DIRECT:
-            raise OSError(22, "Invalid argument")
-        return really_open(path, flags, *rest, **named)
-    os.open = without_direct_reads
+    read_mapped()
 stop = threading.Event()
 experts = os.path.join(folder, "experts.sfx")
 

@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from expert_store import READ_MAPPED
 
 MIB = 1 << 20
 ALLOWANCE = 150 * MIB
 TOOLS = Path(__file__).parent.parent / "tools"
 
-RUN = """
+RUN = READ_MAPPED + """
 import json, os, sys
 import numpy as np
 import sparseflow
@@ -22,12 +23,7 @@ from sparseflow.evidence import peak_rss_bytes
 folder, cache, strict, tokens = sys.argv[1], sys.argv[2], bool(sys.argv[3]), int(sys.argv[4])
 most_cached = 0
 if sys.argv[3] == "mapped":
-    really_open = os.open
-    def without_direct_reads(path, flags, *rest, **named):
-        if flags & os.O_DIRECT:
-            raise OSError(22, "Invalid argument")
-        return really_open(path, flags, *rest, **named)
-    os.open = without_direct_reads
+    read_mapped()
 with sparseflow.load(folder, cache=cache, threads=2, strict=strict, context=256) as model:
     session = model.session()
     ids = np.random.default_rng(0).integers(0, model.geometry.vocab_size, tokens)
