@@ -37,7 +37,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class TextMeasure:
-    """A text under a model. `tokens` were predicted; `against` is None without a reference."""
+    """A text under a model. `tokens` were predicted, in windows of at most `window`; `against` is None without a reference."""
 
     tokens: int
     window: int
@@ -55,12 +55,15 @@ def measure_text(
     window: int,
     reference: LanguageModel | None = None,
     progress: Callable[[int, int], None] | None = None,
+    *,
+    document_end: int | None = None,
 ) -> TextMeasure:
     """Measures a text of token ids, at least two.
 
-    It is cut into windows of `window` tokens that know nothing of each other; each token but the very first is predicted once. What
-    is held is some rows of logits and a few numbers a token. `progress(done, total)` is called with tokens. Raises OptionError when
-    the text is too short or the reference has another vocabulary.
+    It is cut into windows of at most `window` tokens that know nothing of each other, after a token `document_end` wherever a window
+    has one: a model is not trained on texts whose begin is missing, and what it does with them says little. Each token but the very
+    first is predicted once. What is held is some rows of logits and a few numbers a token. `progress(done, total)` is called with
+    tokens. Raises OptionError when the text is too short or the reference has another vocabulary.
     """
     if len(ids) < 2:
         raise OptionError(f"the text has {len(ids)} tokens, at least 2 are needed")
@@ -72,7 +75,7 @@ def measure_text(
     losses: list[NDArray[np.float64]] = []
     compared: list[NDArray[np.float64]] = []
     done = 0
-    for logits, other in _pieces(model, reference, ids[:-1], window):
+    for logits, other in _pieces(model, reference, ids[:-1], window, document_end):
         if progress is not None:
             progress(done, total)
         targets = np.asarray(ids[done + 1 : done + 1 + len(logits)])
@@ -104,15 +107,25 @@ def measure_text(
 
 
 def _pieces(
-    model: LanguageModel, reference: LanguageModel | None, ids: Sequence[int], window: int
+    model: LanguageModel, reference: LanguageModel | None, ids: Sequence[int], window: int, document_end: int | None
 ) -> Iterator[tuple[NDArray[np.float32], NDArray[np.float32] | None]]:
     """Logits of both, the same rows of the same windows."""
-    for start in range(0, len(ids), window):
-        part = ids[start : start + window]
+    for part in windows_of(ids, window, document_end):
         if reference is None:
             yield from ((logits, None) for logits in model.logits(part))
         else:
             yield from zip(model.logits(part), reference.logits(part), strict=True)
+
+
+def windows_of(ids: Sequence[int], window: int, document_end: int | None = None) -> Iterator[Sequence[int]]:
+    """A text in windows of at most `window` tokens, in order; all but the last end with a document if one ends in them."""
+    start = 0
+    while start < len(ids):
+        stop = min(start + window, len(ids))
+        if stop < len(ids):
+            stop = next((end for end in range(stop, start, -1) if ids[end - 1] == document_end), stop)
+        yield ids[start:stop]
+        start = stop
 
 
 def _compare(own: NDArray[np.float64], other: NDArray[np.float64], targets: NDArray[np.int64]) -> NDArray[np.float64]:

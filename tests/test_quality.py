@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import sparseflow
 from sparseflow import divergence, likelihood, transformers_model
 from sparseflow.cli.bench import main
-from sparseflow.divergence import measure_text
+from sparseflow.divergence import measure_text, windows_of
 from sparseflow.errors import CapacityError, OptionError
 from sparseflow.likelihood import EngineModel, log_softmax
 from sparseflow.quality import Accuracy, Score, accuracies, compare, score_questions
@@ -210,6 +212,26 @@ def test_a_model_does_not_diverge_from_itself(packed_demo: Path) -> None:
     assert found.against is not None and found.against.largest_kl == 0 and found.against.top10_overlap == 1
 
 
+@given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 12), st.sampled_from([None, 0]))
+def test_windows_end_where_documents_do(ids: list[int], window: int, document_end: int | None) -> None:
+    windows = [list(part) for part in windows_of(ids, window, document_end)]
+    assert sum(windows, []) == ids
+    for number, part in enumerate(windows[:-1], 1):
+        after = sum(windows[number:], [])
+        assert part[-1] == document_end or (len(part) == window and document_end not in part)
+        assert document_end not in (part + after)[len(part) : window]
+    assert all(1 <= len(part) <= window for part in windows)
+
+
+def test_a_document_does_not_know_the_one_before(packed_demo: Path) -> None:
+    first, second = [50, 51, 52, 53, 9], [60, 61, 62]
+    with sparseflow.load(packed_demo, threads=1) as model:
+        found = measure_text(EngineModel(model), [*first, *second], 6, document_end=9)
+        losses = [-log_softmax(model.session().forward(part))[range(len(targets)), targets]
+                  for part, targets in ((first, [*first[1:], 60]), (second[:-1], second[1:]))]
+    assert found.perplexity == pytest.approx(math.exp(np.concatenate(losses).mean()), rel=1e-12)
+
+
 def test_texts_that_cannot_be_measured() -> None:
     model = Recorded(np.zeros((2, 3), np.float32))
     with pytest.raises(OptionError, match="the text has 1 tokens"):
@@ -239,7 +261,7 @@ def test_perplexity_as_text_and_json(packed_demo: Path, packed_demo_bf16: Path, 
     text.write_text("Once upon a time there was a little fox.<|endoftext|>The sun was warm.")
     result = bench("perplexity", packed_demo, "--text", text, "--against", packed_demo_bf16, "--window", 8)
     assert result.exit_code == 0, result.output
-    assert "KL, 99th percentile" in result.stdout and "in windows of 8" in result.stdout
+    assert "KL, 99th percentile" in result.stdout and "in windows of at most 8" in result.stdout
     record = json.loads(bench("perplexity", packed_demo, "--text", text, "--tokens", 9, "--context", 4, "--json").stdout)
     assert (record["tokens"], record["window"], record["against"]) == (8, 4, None)
 

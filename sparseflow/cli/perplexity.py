@@ -16,15 +16,16 @@ from sparseflow.cli.table import table
 from sparseflow.divergence import TextMeasure, measure_text
 from sparseflow.questions import read_text
 
-WINDOW = 512
+WINDOW = 2048
+DOCUMENT_END = "<|endoftext|>"
 
 
 @click.command(cls=SparseFlowCommand, epilog=EXIT_STATUSES)
 @click.argument("model")
 @click.option("--text", "text_file", required=True, metavar="FILE", help="A text in UTF-8; control tokens in it are parsed.")
 @click.option("--against", metavar="MODEL_OR_CHECKPOINT", help=AGAINST_HELP)
-@click.option("--window", type=click.IntRange(min=1), metavar="TOKENS", help=f"Cut the text into windows that know nothing of each"
-              f" other.  [default: {WINDOW}, or the context if that is less]")
+@click.option("--window", type=click.IntRange(min=1), metavar="TOKENS", help=f"Cut the text into windows of at most so many"
+              f" tokens that know nothing of each other.  [default: {WINDOW}, or the context if that is less]")
 @click.option("--tokens", type=click.IntRange(min=2), metavar="N", help="Use only the first N tokens of the text.")
 @engine_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for machines instead of a table.")
@@ -34,6 +35,9 @@ def perplexity(model: str, text_file: str, against: str | None, window: int | No
     With --against: the mean and the 99th percentile of the KL divergence from the reference, in nats; how often both hold the same
     token for the most likely; and how many of the reference's ten most likely are among the model's. Both models are open at the
     same time, each with its own --cache. Some megabytes of logits are held, however long the text.
+
+    A window ends with the last document that ends in it, where documents end with <|endoftext|>: without the begin of a text a model
+    guesses, and the guesses of two models differ more than what they know.
 
     \b
     Examples:
@@ -47,7 +51,8 @@ def perplexity(model: str, text_file: str, against: str | None, window: int | No
         ids = opened.model.tokenizer.encode(text)[:tokens]
         progress = ProgressLine(sys.stderr, label="measuring", amount=lambda count: f"{count} tokens")
         try:
-            measure = measure_text(opened, ids, min(window or WINDOW, opened.model.context), reference, progress)
+            measure = measure_text(opened, ids, min(window or WINDOW, opened.model.context), reference, progress,
+                                   document_end=opened.model.tokenizer.control_tokens.get(DOCUMENT_END))
         finally:
             progress.finish()
         names = (opened.name, None if reference is None else reference.name)
@@ -60,7 +65,7 @@ def perplexity(model: str, text_file: str, against: str | None, window: int | No
 
 def as_text(measure: TextMeasure, name: str, reference: str | None) -> str:
     """The figures as a table."""
-    rows = [("", name), ("tokens", f"{measure.tokens} in windows of {measure.window}"), ("perplexity", f"{measure.perplexity:.4f}")]
+    rows = [("", name), ("tokens", f"{measure.tokens} in windows of at most {measure.window}"), ("perplexity", f"{measure.perplexity:.4f}")]
     if measure.against is not None:
         found = measure.against
         rows += [
