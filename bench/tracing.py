@@ -4,7 +4,8 @@
 
 Two sessions read the same prompt, one that keeps a trace and one that does not. In every round both are forked, and the forks are
 fed the same tokens, one to each by turns; who goes first changes from token to token, so that a drift of the machine and what the
-other left in the cache meet both alike. A round gives one ratio: the time with a trace over the time without. Shown are the median of the
+other left in the cache meet both alike, and who is forked first changes from round to round, so that neither always has the memory
+that lies better. A round gives one ratio: the time with a trace over the time without. Shown are the median of the
 ratios less one, the range that holds it with 95 % confidence (2,000 bootstrap samples), and the middle half of the rounds.
 """
 
@@ -33,13 +34,14 @@ BOOTSTRAP_SAMPLES = 2000
 
 
 def decode_seconds(bases: tuple[Session, Session], ids: list[int], first: int) -> tuple[float, float]:
-    """How long a fork of each session takes for some tokens, fed by turns; `first` (0 or 1) has the first turn."""
+    """How long a fork of each session takes for some tokens, fed by turns; `first` (0 or 1) is forked first and has the first turn."""
     seconds = [0.0, 0.0]
-    with bases[0].fork() as plain, bases[1].fork() as traced:
+    with bases[first].fork() as one, bases[1 - first].fork() as other:
+        forks = (one, other) if first == 0 else (other, one)
         for number, token in enumerate(ids):
             for which in (0, 1) if (number + first) % 2 == 0 else (1, 0):
                 started = time.perf_counter()
-                (plain, traced)[which].forward([token], last_only=True)
+                forks[which].forward([token], last_only=True)
                 seconds[which] += time.perf_counter() - started
     return seconds[0], seconds[1]
 

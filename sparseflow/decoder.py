@@ -8,7 +8,6 @@ when it runs: where the router's choice is looked at, after experts, and at the 
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from itertools import pairwise
 
@@ -183,15 +182,11 @@ class SparseMoe:
             guesses.judge(ids)
         batch.choose(ids)
         beside = [(shared, shared.experts, self.shared_expert.addresses)]
-        hit: list[NDArray[np.bool_]] = []
-        waited = 0.0
-        asked_at = arrived_at = time.perf_counter()
         # One wave, unless a chunk asks for more distinct experts than the table has slots.
         for first in range(0, len(batch.experts), self.leases.slots):
             wave = batch.experts[first : first + self.leases.slots]
-            with self.leases.acquire(self.layer, wave) as lease:
+            with self.leases.acquire(self.layer, wave, trace) as lease:
                 usage.hits += lease.num_hits
-                hit.append(lease.hit)
                 order, addresses = lease.order, lease.addresses[lease.order]
                 which = order + first if first else order
                 ready = lease.num_ready
@@ -207,19 +202,13 @@ class SparseMoe:
                 # The rest as it arrives, a few at a time, while those behind are still being read.
                 for start in range(ready, len(lease), EXPERTS_AT_ONCE):
                     part = slice(start, min(start + EXPERTS_AT_ONCE, len(lease)))
-                    started = time.perf_counter()
                     lease.wait_for(part.start, part.stop)
-                    arrived_at = time.perf_counter()
-                    waited += arrived_at - started
                     batch.compute(which[part], addresses[part], self.threads)
                     step.run()
         combine(residual, batch.out, weights, shared.out, shared_gate, self.threads)
         usage.requests += len(batch.experts)
-        if trace is not None:
-            # One token has its experts in ascending order, as the lease does.
-            each = hit[0] if len(ids) == 1 else np.concatenate(hit)[np.searchsorted(batch.experts, ids)]
-            bytes_asked = len(batch.experts) * self.layout.stride
-            trace.add_layer(self.layer, ids, each, waited, bytes_asked, asked_at, arrived_at, time.perf_counter())
+        if trace is not None and len(ids) > 1:
+            trace.share_out(self.layer, ids)
 
 
 class DecoderLayer:

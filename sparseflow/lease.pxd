@@ -1,5 +1,6 @@
 """Lease for leases.pyx, which makes one, lets pins.pyx reserve it, and has it tell."""
 
+from sparseflow.route_record cimport RouteRecord
 from sparseflow.slots cimport Pins, Table
 from sparseflow.store cimport PackedStore
 
@@ -8,6 +9,7 @@ cdef class Lease:
     cdef object owner           # the LeaseTable, so that it lives
     cdef Table* table           # the owner's
     cdef PackedStore store
+    cdef RouteRecord record     # or None
     cdef Pins pins
     cdef readonly int layer
     cdef readonly object ids

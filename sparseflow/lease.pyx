@@ -11,6 +11,7 @@ from libc.stdlib cimport free, malloc
 
 from sparseflow.extents cimport extents_lost, pthread_t
 from sparseflow.pins cimport table_address, table_admit, table_ready, table_release
+from sparseflow.route_record cimport clock
 from sparseflow.slots cimport Pins, Table, table_forked, table_inherit
 from sparseflow.store cimport PackedStore
 
@@ -107,6 +108,8 @@ cdef class Lease:
         PyBuffer_Release(&hit)
         PyBuffer_Release(&order)
         PyBuffer_Release(&addresses)
+        if self.record is not None:
+            self.record.leased(pins.keys, pins.hit, pins.n)
         return 0
 
     cdef int check_held(self) except -1:
@@ -132,15 +135,10 @@ cdef class Lease:
                 experts that did arrive stay cached, the others hold no slot.
             SparseFlowError: released already, or of a direct table of the process that this one was forked from.
         """
-        cdef Py_ssize_t i = 0
-        cdef int number = 0
+        cdef Py_ssize_t i
         self.check_held()
-        with nogil:
-            while number == 0 and i < self.pins.n:
-                number = table_admit(self.table, &self.pins, i)
-                i += 1
-        if number != 0:
-            self.fail(i - 1, number)
+        for i in range(self.pins.n):
+            self.admit(i)
 
     def wait_one(self, i: int) -> None:
         """Return when expert `ids[i]` is in memory. Raises as `wait`, and OptionError for a position that is not there."""
@@ -151,9 +149,13 @@ cdef class Lease:
 
     cdef int admit(self, Py_ssize_t position) except -1:
         cdef int number = 0
+        cdef double started
         if self.pins.pending[position]:
             with nogil:
+                started = clock()
                 number = table_admit(self.table, &self.pins, position)
+            if self.record is not None and self.pins.turn[position] != 0:
+                self.record.waited(started)
         if number != 0:
             self.fail(position, number)
         return 0
@@ -181,6 +183,8 @@ cdef class Lease:
                     table_release(self.table, &self.pins)
             else:
                 table_release(self.table, &self.pins)
+            if self.record is not None:
+                self.record.released()
 
     def __enter__(self) -> Lease:
         self.check_held()

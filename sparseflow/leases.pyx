@@ -30,6 +30,7 @@ from sparseflow.extents cimport extents_enter, extents_leave
 from sparseflow.lease cimport Lease as CLease, check_process
 from sparseflow.pins cimport CLOSED, NEVER, WAIT, Outcome, table_fetch, table_leave_queue, table_recheck, table_reserve
 from sparseflow.prefetch cimport table_prefetch
+from sparseflow.route_record cimport RouteRecord
 from sparseflow.slots cimport (
     MOST_AHEAD, Pins, Table, Totals, Waiter, table_close, table_destroy, table_init, table_observe, table_resident, table_totals,
 )
@@ -152,13 +153,14 @@ cdef class LeaseTable:
             "prefetched": totals.prefetched,
         }
 
-    def acquire(self, layer: int, ids) -> Lease:
+    def acquire(self, layer: int, ids, RouteRecord record=None) -> Lease:
         """Pin some experts of one layer: all of them, or none and an error. On return, the first of what is not there is being
         read; the rest follows as experts are waited for, so that a long request does not wait for the disk here.
 
         Parameters
             layer: the layer.
             ids: int32 [n], contiguous, ascending, distinct.
+            record: is told what the lease met, how long it waited for the disk, and when it was released.
 
         Waits while leases of other threads pin too many slots (see the module's text); Ctrl-C ends the wait.
 
@@ -166,8 +168,13 @@ cdef class LeaseTable:
             OptionError: ids of another form, or experts that do not exist.
             CapacityError: more ids than slots (ask for them in waves of at most `slots`), or waiting could never end.
             SparseFlowError: the store is closed, or this is a fork of a process that was using it, or of one whose table is direct.
+            ValueError: what the record cannot take: no forward was begun, or these are not all that its token chose.
         """
-        return self.reserve(self.request(layer, ids), True)
+        cdef CLease lease = self.request(layer, ids)
+        if record is not None:
+            record.asked(lease.layer, lease.pins.n)
+            lease.record = record
+        return self.reserve(lease, True)
 
     def observe(self, layer: int, chosen, router_weights) -> None:
         """Tell what tokens chose in a layer, before acquiring it: the table learns from it what to keep.

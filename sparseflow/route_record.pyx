@@ -1,116 +1,208 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False, embedsignature=True, freethreading_compatible=True
-"""RouteRecord: what the layers of a forward tell while it runs, written down so fast that it changes no measurement.
+"""RouteRecord: what the leases of a forward tell while it runs, written down so fast that it changes no measurement.
 
-A layer of a small model takes a tenth of a millisecond, and tracing may cost no more than a hundredth of that.
+A layer of a small model takes a tenth of a millisecond, and tracing may cost no more than a hundredth of that. So leases write here by
+themselves, from code and data that are at work anyway.
 """
 
-from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t
-from libc.string cimport memcpy
+from libc.string cimport memset
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
+
+from sparseflow.kernels.arrays cimport data_of
 
 import numpy as np
 
-from sparseflow.evidence import disk_bytes_read
-from sparseflow.kernels.arrays cimport data_of
+cdef extern from "<sys/resource.h>" nogil:
+    enum:
+        RUSAGE_SELF
+    cdef struct rusage:
+        long ru_inblock
+    int getrusage(int who, rusage *usage)
 
 SAMPLE_SECONDS = 0.002
 """The system is asked what the disk moved at the end of a layer, unless all experts are resident or it was asked less than this ago:
-a question takes up to 10 microseconds. Layers of a full-sized model take longer."""
+a question takes a microsecond. Layers of a full-sized model take longer."""
 
-LAYER_VALUES = ("wait_seconds", "bytes_asked", "asked_at", "arrived_at", "ended_at", "layer_read")
-"""Of each layer, in this order in `of_layers`; the times by time.perf_counter()."""
+FORWARDS_AT_ONCE = 64
+"""Forwards of one token share arrays that hold so many."""
+
+LAYER_VALUES = ("wait_seconds", "asked_at", "arrived_at", "ended_at", "layer_read")
+"""Of each layer, in this order at the begin of its row, float64; the times by time.perf_counter()."""
+
+FORWARD_VALUES = ("begun_at", "seconds", "bytes_read")
+"""Of each forward, in this order in `of_forwards`; begun_at by time.perf_counter(), bytes_read -1 where the system did not tell."""
 
 cdef enum:
-    VALUES = 6
+    VALUE_BYTES = 40
+    WHOLE_VALUES = 3
+    BLOCK = 512     # of ru_inblock, see evidence.disk_bytes_read
+    NOT_LEASED = 2
+
+
+cdef double clock() noexcept nogil:
+    """time.perf_counter(), which is this clock on Linux."""
+    cdef timespec now
+    clock_gettime(CLOCK_MONOTONIC, &now)
+    return now.tv_sec + 1e-9 * now.tv_nsec
 
 
 cdef class RouteRecord:
     """Forwards of as many tokens each, at most `capacity` of them.
 
+    Between `begin` and `end` of a forward, leases that are acquired with this record tell it the experts of their layers: one after the
+    other, the waves of a layer in ascending order. Of a forward of many tokens, `share_out` has to say who chose what.
+
     Attributes
         tokens, forwards: how many of each; forwards that were ended.
-        expert_ids int16, hit bool [capacity, layers, tokens, top_k]; of_layers float64 [capacity, layers, LAYER_VALUES].
+        rows: structured array [capacity, layers] of LAYER_VALUES, expert_ids int16 and hit bool [tokens, top_k]: what a layer writes lies
+            together. of_forwards float64 [capacity, FORWARD_VALUES].
+        sample_seconds: see SAMPLE_SECONDS.
     """
 
-    cdef readonly int tokens, forwards, capacity
-    cdef readonly object expert_ids, hit, of_layers
-    cdef int layers, top_k
-    cdef int16_t *ids_of
-    cdef uint8_t *hit_of
-    cdef double *values_of
-    cdef bint ask
-    cdef double sampled
-    cdef int64_t counted
+    def __init__(self, int layers, int num_experts, int top_k, int tokens, int capacity, bint all_resident):
+        """all_resident: no layer moves anything, so the system is not asked between them."""
+        self.all_resident = all_resident
+        self.sample_seconds = SAMPLE_SECONDS
+        self.layers, self.num_experts, self.top_k, self.tokens, self.capacity = layers, num_experts, top_k, tokens, capacity
+        row = np.dtype([
+            *((name, np.float64) for name in LAYER_VALUES), ("expert_ids", np.int16, (tokens, top_k)), ("hit", np.bool_, (tokens, top_k)),
+        ], align=True)
+        self.row_bytes = row.itemsize
+        self.rows = np.zeros((capacity, layers), row)
+        self.of_forwards = np.zeros((capacity, WHOLE_VALUES))
+        self.met = np.empty(num_experts if tokens > 1 else 0, np.uint8)
+        self.rows_of = <char *>data_of(self.rows)
+        self.whole_of = <double *>data_of(self.of_forwards)
+        self.met_of = <uint8_t *>data_of(self.met)
+        self.layer = -1
 
-    def __init__(self, int layers, int tokens, int top_k, int capacity):
-        self.layers, self.tokens, self.top_k, self.capacity = layers, tokens, top_k, capacity
-        self.expert_ids = np.zeros((capacity, layers, tokens, top_k), np.int16)
-        self.hit = np.zeros((capacity, layers, tokens, top_k), np.bool_)
-        self.of_layers = np.zeros((capacity, layers, VALUES))
-        self.ids_of = <int16_t *>data_of(self.expert_ids)
-        self.hit_of = <uint8_t *>data_of(self.hit)
-        self.values_of = <double *>data_of(self.of_layers)
-
-    def begin(self, double now, disk_bytes) -> None:
-        """A forward begins, in place of one that was begun and not ended. disk_bytes: `evidence.disk_bytes_read()` now, or None not
-        to ask for it after each layer."""
+    cpdef begin(self, disk_bytes):
+        """A forward begins, in place of one that was begun and not ended. disk_bytes: `evidence.disk_bytes_read()` now."""
         if self.forwards == self.capacity:
             raise ValueError(f"a record of {self.capacity} forwards is full")
-        self.ask = disk_bytes is not None
-        self.counted = disk_bytes or 0
-        self.sampled = now
+        self.told = disk_bytes is not None
+        self.before = self.counted = disk_bytes if self.told else 0
+        self.ask = self.told and not self.all_resident
+        self.forward_of = self.rows_of + self.forwards * self.layers * self.row_bytes
+        self.layer = -1
+        self.begun = True
+        self.sampled = self.whole_of[self.forwards * WHOLE_VALUES] = clock()
 
-    def add_layer(
-        self, int layer, expert_ids, hit, double wait_seconds, int64_t bytes_asked, double asked_at, double arrived_at, double now
-    ) -> None:
-        """What one layer of the forward did, as soon as it is done.
+    cdef int asked(self, int layer, Py_ssize_t n) except -1:
+        """A lease is about to ask for n experts of a layer."""
+        cdef double *values
+        if not self.begun or not 0 <= layer < self.layers:
+            raise ValueError(f"layer {layer} of {self.layers} of {'a' if self.begun else 'no'} forward that was begun")
+        if layer != self.layer:
+            self.values_of = values = <double *>(self.forward_of + layer * self.row_bytes)
+            self.ids_of = <int16_t *>(values + VALUE_BYTES // 8)
+            self.hit_of = <uint8_t *>(self.ids_of + <Py_ssize_t>self.tokens * self.top_k)
+            values[0], values[1], values[4] = 0, clock(), -1
+            values[2] = values[3] = values[1]
+            self.layer = layer
+            self.filled = 0
+            if self.tokens > 1:
+                memset(self.met_of, NOT_LEASED, self.num_experts)
+        if self.tokens == 1 and n > self.top_k - self.filled:
+            raise ValueError(f"{n} more experts of layer {layer} for a token that chose {self.top_k} and has {self.filled}")
+        return 0
+
+    cdef void leased(self, const int32_t *keys, const uint8_t *hit, Py_ssize_t n) noexcept nogil:
+        """The lease has them; keys: their numbers in the file."""
+        cdef int32_t first = self.layer * self.num_experts
+        cdef Py_ssize_t i
+        if self.tokens == 1:
+            for i in range(n):
+                self.ids_of[self.filled + i] = <int16_t>(keys[i] - first)
+                self.hit_of[self.filled + i] = hit[i]
+            self.filled += n
+        else:
+            for i in range(n):
+                self.met_of[keys[i] - first] = hit[i]
+
+    cdef void waited(self, double since) noexcept nogil:
+        """It stood still for the disk until now."""
+        cdef double *values = self.values_of
+        values[2] = clock()
+        values[0] += values[2] - since
+
+    cdef void released(self) noexcept nogil:
+        """It is done with."""
+        cdef double *values = self.values_of
+        cdef rusage usage
+        values[3] = clock()
+        if self.ask and values[3] - self.sampled >= self.sample_seconds:
+            getrusage(RUSAGE_SELF, &usage)
+            values[4] = <int64_t>usage.ru_inblock * BLOCK - self.counted
+            self.counted += <int64_t>values[4]
+            self.sampled = values[3]
+
+    def share_out(self, int layer, expert_ids, /) -> None:
+        """What the tokens of a forward chose in the layer that was leased last, when they are many.
 
         Parameters
             expert_ids: int32 [tokens, top_k], contiguous, each row ascending.
-            hit: bool, as many and contiguous: whether that expert was in memory when its wave of leases was acquired.
-            wait_seconds: how long this layer stood still for the disk.
-            bytes_asked: distinct experts of the layer times the bytes of one.
-            asked_at, arrived_at, now: time.perf_counter() when the experts were asked for, when the last was there, and at the end.
 
-        Raises ValueError for a layer that is not there, or arrays of another size.
+        Raises ValueError for experts that were not leased.
         """
-        cdef Py_buffer ids_buffer, hit_buffer
-        cdef Py_ssize_t row = <Py_ssize_t>self.forwards * self.layers + layer, pairs = <Py_ssize_t>self.tokens * self.top_k, i
-        cdef int16_t *ids = self.ids_of + row * pairs
-        cdef double *values = self.values_of + row * VALUES
-        if not 0 <= layer < self.layers:
-            raise ValueError(f"there is no layer {layer} among {self.layers}")
-        PyObject_GetBuffer(expert_ids, &ids_buffer, PyBUF_SIMPLE)
-        try:
-            PyObject_GetBuffer(hit, &hit_buffer, PyBUF_SIMPLE)
-            try:
-                if ids_buffer.len != pairs * 4 or hit_buffer.len != pairs:
-                    raise ValueError(f"{ids_buffer.len} bytes of expert ids and {hit_buffer.len} flags are not those of {self.tokens} "
-                                     f"tokens with {self.top_k} experts")
-                for i in range(pairs):
-                    ids[i] = <int16_t>(<const int32_t *>ids_buffer.buf)[i]
-                memcpy(self.hit_of + row * pairs, hit_buffer.buf, pairs)
-            finally:
-                PyBuffer_Release(&hit_buffer)
-        finally:
-            PyBuffer_Release(&ids_buffer)
-        values[0], values[1], values[2], values[3], values[4], values[5] = wait_seconds, bytes_asked, asked_at, arrived_at, now, -1
-        if self.ask and now - self.sampled >= SAMPLE_SECONDS:
-            self.sample(values, now)
+        cdef const int32_t[:, ::1] ids = expert_ids
+        cdef Py_ssize_t place = 0, token, k
+        if ids.shape[0] != self.tokens or ids.shape[1] != self.top_k or self.tokens == 1:
+            raise ValueError(f"expert ids [{ids.shape[0]}, {ids.shape[1]}] are not those of {self.tokens} tokens with {self.top_k} experts")
+        if layer != self.layer:
+            raise ValueError(f"layer {layer} was not leased last")
+        for token in range(self.tokens):
+            for k in range(self.top_k):
+                if not 0 <= ids[token, k] < self.num_experts or self.met_of[ids[token, k]] == NOT_LEASED:
+                    raise ValueError(f"expert {ids[token, k]} of layer {layer} was not leased")
+                self.ids_of[place] = <int16_t>ids[token, k]
+                self.hit_of[place] = self.met_of[ids[token, k]]
+                place += 1
 
-    cdef int sample(self, double *values, double now) except -1:
-        told = disk_bytes_read()
-        self.ask = told is not None
-        if self.ask:
-            values[5] = <int64_t>told - self.counted
-            self.counted = told
-            self.sampled = now
-        return 0
-
-    def end(self) -> None:
-        """The forward has ended, and counts."""
+    def end(self, disk_bytes, /) -> None:
+        """The forward has ended, and counts. disk_bytes: `evidence.disk_bytes_read()` now."""
+        cdef double *whole = self.whole_of + self.forwards * WHOLE_VALUES
+        if not self.begun:
+            raise ValueError("no forward was begun")
+        whole[1] = clock() - whole[0]
+        whole[2] = <int64_t>disk_bytes - self.before if self.told and disk_bytes is not None else -1
         self.forwards += 1
+        self.begun = False
 
-    def clear(self) -> None:
-        """Begin anew: what was recorded has been copied."""
-        self.forwards = 0
+
+cdef class RouteRecorder:
+    """The records of a session's forwards.
+
+    Attributes
+        records: list of RouteRecord, in order.
+    """
+
+    cdef readonly list records
+    cdef RouteRecord last
+    cdef int num_layers, num_experts, top_k
+    cdef bint all_resident
+
+    def __cinit__(self, *args, **kwargs):
+        self.records = []
+
+    def __init__(self, int num_layers, int num_experts, int top_k, bint all_resident):
+        """all_resident: as of RouteRecord."""
+        self.num_layers, self.num_experts, self.top_k, self.all_resident = num_layers, num_experts, top_k, all_resident
+
+    def begin_forward(self, int tokens, disk_bytes, /) -> RouteRecord:
+        """Begin a forward of some tokens; returns what its leases are to be acquired with. Drops one that was begun and never ended.
+
+        disk_bytes: `evidence.disk_bytes_read()` now.
+        """
+        cdef RouteRecord record = self.last
+        if record is None or record.tokens != tokens or record.forwards == record.capacity:
+            record = self.last = RouteRecord(self.num_layers, self.num_experts, self.top_k, tokens,
+                                             FORWARDS_AT_ONCE if tokens == 1 else 1, self.all_resident)
+            self.records.append(record)
+        record.begin(disk_bytes)
+        return record
+
+    def forget(self) -> None:
+        """Drop the records: what is in them was copied. Not during a forward."""
+        self.records, self.last = [], None

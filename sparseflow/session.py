@@ -149,8 +149,8 @@ class Session:
         self._broken = False
         read_after = disk_bytes_read()
         bytes_read = None if read is None or read_after is None else read_after - read
-        if self.trace is not None:
-            self.trace.end_forward(read_after)
+        if record is not None:
+            record.end(read_after)
         evictions = self._model.leases.counters()["evictions"] - evictions
         asked = count.requests * self._model.layout.stride
         self.usage.append(ForwardUsage(len(tokens), count.requests, count.hits, evictions, asked, bytes_read))

@@ -13,7 +13,7 @@ The file is a compressed .npz. Version 2 holds, with F forwards, T tokens in the
     seconds         float32 [F], how long each forward took
     asked_at        float32 [F, L], when each layer asked for its experts, in seconds since its forward began
     arrived_at      float32 [F, L], when the last of them was there
-    ended_at        float32 [F, L], when the layer was done; the next one began there
+    ended_at        float32 [F, L], when the experts were computed and released; the next layer began there
     wait_seconds    float32 [F, L], how long the layer stood still for the disk
     bytes_asked     int64 [F, L], its distinct experts times expert_bytes
     layer_read      int64 [F, L], bytes the disk moved since the count before; -1 where none was taken (see route_record.SAMPLE_SECONDS)
@@ -23,7 +23,6 @@ The file is a compressed .npz. Version 2 holds, with F forwards, T tokens in the
 from __future__ import annotations
 
 import os
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,12 +31,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparseflow.errors import OptionError, StorageError
-from sparseflow.route_record import LAYER_VALUES, RouteRecord
+from sparseflow.route_record import FORWARD_VALUES, LAYER_VALUES, RouteRecord, RouteRecorder
 
 TRACE_VERSION = 2
-
-FORWARDS_AT_ONCE = 32
-"""Forwards of one token are brought into the form of the file together, which takes a fraction of the time."""
 
 _BY_FORWARD = {"forward_tokens": np.int64, "seconds": np.float32, "bytes_read": np.int64}
 _BY_LAYER = {
@@ -48,11 +44,10 @@ _BY_LAYER = {
     "ended_at": np.float32,
     "layer_read": np.int64,
 }
-_TIMES = slice(2, 5)
-"""Those of LAYER_VALUES that count from the begin of the forward."""
+_TIMES = ("asked_at", "arrived_at", "ended_at")  # they count from the begin of the forward
 
 
-class RouteTrace:
+class RouteTrace(RouteRecorder):
     """The routes of one session, forward by forward.
 
     A forward is one pass of some tokens through all layers: a chunk of the prompt, or one token of decode. In it, each
@@ -65,8 +60,9 @@ class RouteTrace:
         expert_bytes: bytes of one expert; slots: experts that the cache holds.
         replayed: label of the recording, when the session followed a RouteReplay and not its own routers; else None.
 
-    The session writes with `begin_forward`, whose result every layer tells what it did, and `end_forward`. A forward that was begun
-    and not ended (it failed) is not part of the trace. Memory: 3 bytes per token, layer and chosen expert, and 32 per forward and layer.
+    The session writes with `begin_forward`, whose result the leases of every layer are acquired with, and that is told the end. A
+    forward that was begun and not ended (it failed) is not part of the trace. Memory: 3 bytes per token, layer and chosen expert, and
+    40 per forward and layer.
     """
 
     def __init__(
@@ -80,63 +76,32 @@ class RouteTrace:
         self.expert_bytes = expert_bytes
         self.slots = slots
         self.replayed = replayed
-        self._all_resident = slots >= num_layers * num_experts
-        self._record = RouteRecord(num_layers, 0, top_k, 1)
-        self._of_forwards: list[tuple[float, ...]] = []  # of those in the record: values of _BY_FORWARD, and when it began
-        self._blocks = [self._block()]  # arrays as in the file, to be joined along their first axes
-        self._begun = 0.0
-        self._disk_bytes: int | None = None
+        all_resident = slots >= num_layers * num_experts
+        super().__init__(num_layers, num_experts, top_k, all_resident)
+        self._arrays = self._as_in_file(RouteRecord(num_layers, num_experts, top_k, 0, 0, all_resident))  # the records come after them
 
-    # --- written by the session ---
-
-    def begin_forward(self, tokens: int, disk_bytes: int | None) -> RouteRecord:
-        """Begin a forward of some tokens; returns what its layers are to be added to. Drops one that was begun and never ended.
-
-        disk_bytes: `evidence.disk_bytes_read()` now.
-        """
-        if self._record.tokens != tokens or self._record.forwards == self._record.capacity:
-            self._settle()
-            if self._record.tokens != tokens:
-                self._record = RouteRecord(self.num_layers, tokens, self.top_k, FORWARDS_AT_ONCE if tokens == 1 else 1)
-        self._disk_bytes = disk_bytes
-        self._begun = time.perf_counter()
-        self._record.begin(self._begun, None if self._all_resident else disk_bytes)
-        return self._record
-
-    def end_forward(self, disk_bytes: int | None) -> None:
-        """End the forward. disk_bytes: `evidence.disk_bytes_read()` now."""
-        seconds = time.perf_counter() - self._begun
-        read = -1 if disk_bytes is None or self._disk_bytes is None else disk_bytes - self._disk_bytes
-        self._of_forwards.append((self._record.tokens, seconds, read, self._begun))
-        self._record.end()
-
-    def _settle(self) -> None:
-        """Bring what was recorded into the form of the file."""
-        if self._record.forwards:
-            self._blocks.append(self._block())
-            self._of_forwards = []
-            self._record.clear()
-
-    def _block(self) -> dict[str, NDArray[Any]]:
-        """The arrays of the file, of the forwards in the record."""
-        record, layers = self._record, self.num_layers
-        forwards, tokens = record.forwards, record.tokens
-        whole = np.array(self._of_forwards, np.float64).reshape(forwards, len(_BY_FORWARD) + 1)
-        measured = record.of_layers[:forwards].copy()
-        measured[..., _TIMES] -= whole[:, -1, None, None]
-        block: dict[str, NDArray[Any]] = {
-            name: array[:forwards].transpose(0, 2, 1, 3).reshape(forwards * tokens, layers, self.top_k).copy()
-            for name, array in (("expert_ids", record.expert_ids), ("hit", record.hit))
+    def _as_in_file(self, record: RouteRecord) -> dict[str, NDArray[Any]]:
+        """The arrays of the file, of the forwards in a record."""
+        layers, forwards, tokens = self.num_layers, record.forwards, record.tokens
+        rows, whole = record.rows[:forwards], dict(zip(FORWARD_VALUES, record.of_forwards[:forwards].T, strict=True))
+        measured = {name: rows[name] - whole["begun_at"][:, None] if name in _TIMES else rows[name] for name in LAYER_VALUES}
+        arrays: dict[str, NDArray[Any]] = {
+            name: rows[name].transpose(0, 2, 1, 3).reshape(forwards * tokens, layers, self.top_k) for name in ("expert_ids", "hit")
         }
-        block |= {name: whole[:, place].astype(kind) for place, (name, kind) in enumerate(_BY_FORWARD.items())}
-        return block | {name: measured[..., place].astype(_BY_LAYER[name]) for place, name in enumerate(LAYER_VALUES)}
+        chosen = np.sort(rows["expert_ids"].reshape(forwards, layers, tokens * self.top_k), axis=-1)
+        distinct = np.count_nonzero(np.diff(chosen, prepend=-1), axis=-1)
+        arrays["forward_tokens"] = np.full(forwards, tokens, np.int64)
+        arrays["bytes_asked"] = distinct * np.int64(self.expert_bytes)
+        arrays |= {name: whole[name].astype(_BY_FORWARD[name]) for name in ("seconds", "bytes_read")}
+        return arrays | {name: values.astype(_BY_LAYER[name]) for name, values in measured.items()}
 
     def _array(self, name: str) -> NDArray[Any]:
         """One array of the file."""
-        self._settle()
-        if len(self._blocks) > 1:
-            self._blocks = [{key: np.concatenate([block[key] for block in self._blocks]) for key in self._blocks[0]}]
-        return self._blocks[0][name]
+        ended = [self._as_in_file(record) for record in self.records if record.forwards]
+        if ended:
+            self._arrays = {key: np.concatenate([arrays[key] for arrays in (self._arrays, *ended)]) for key in self._arrays}
+            self.forget()
+        return self._arrays[name]
 
     # --- totals ---
 
@@ -248,7 +213,7 @@ class RouteTrace:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace, whole or not at all. Raises StorageError."""
         partial = Path(f"{os.fspath(path)}.partial")
-        arrays: dict[str, Any] = {name: self._array(name) for name in self._blocks[0]}
+        arrays: dict[str, Any] = {name: self._array(name) for name in self._arrays}
         try:
             with open(partial, "wb") as file:
                 np.savez_compressed(
@@ -273,7 +238,7 @@ class RouteTrace:
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:
                 arrays = {name: saved[name] for name in saved.files}
             version = int(arrays["version"])
-            trace = cls._from_arrays(arrays) if version == TRACE_VERSION else None
+            trace = cls.from_arrays(arrays) if version == TRACE_VERSION else None
         except OSError as error:
             raise StorageError(f"{path}: the trace cannot be read: {error.strerror or error}") from error
         except Exception as error:  # damage shows as whatever zipfile, zlib or numpy stumbles over first
@@ -284,7 +249,9 @@ class RouteTrace:
         return trace
 
     @classmethod
-    def _from_arrays(cls, arrays: dict[str, NDArray[np.generic]]) -> RouteTrace:
+    def from_arrays(cls, arrays: dict[str, NDArray[np.generic]]) -> RouteTrace:
+        """The trace that a file with these arrays would hold. Raises KeyError, TypeError or ValueError for arrays that are missing, of
+        another type, or do not belong together."""
         expert_ids = arrays["expert_ids"].astype(np.int16, casting="safe")
         hit = arrays["hit"].astype(np.bool_, casting="safe")
         tokens, num_layers, top_k = expert_ids.shape
@@ -307,5 +274,5 @@ class RouteTrace:
             raise ValueError("the arrays do not belong together")
         replayed = [str(label) for label in arrays["replayed"].astype(np.str_, casting="safe")]
         trace = cls(num_layers, num_experts, top_k, expert_bytes=expert_bytes, slots=slots, replayed=replayed[0] if replayed else None)
-        trace._blocks = [{"expert_ids": expert_ids, "hit": hit, **by_layer, **by_forward}]
+        trace._arrays = {"expert_ids": expert_ids, "hit": hit, **by_layer, **by_forward}
         return trace

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from route_traces import route_trace
+
 from sparseflow.bench_results import SCHEMA, SCHEMA_VERSION
 from sparseflow.trace import RouteTrace
 
@@ -57,15 +59,14 @@ def write_results(path: Path, content: dict[str, Any]) -> Path:
 def random_trace(tokens: int, layers: int = 6, experts: int = 12, top_k: int = 3, prompt: int = 4) -> RouteTrace:
     """A prompt, then single tokens. Layer l asks a millisecond after its begin; the last arrival is 2 later, the end 3 after that."""
     rng = np.random.default_rng(0)
-    trace = RouteTrace(layers, experts, top_k, expert_bytes=28672, slots=20)
-    for forward, count in enumerate([prompt, *[1] * (tokens - prompt)]):
-        record = trace.begin_forward(count, 0)
-        ids = np.sort(np.argsort(rng.random((count, layers, experts)), axis=-1)[..., :top_k], axis=-1).astype(np.int32)
+    forwards, hit = [], []
+    for count in [prompt, *[1] * (tokens - prompt)]:
+        ids = np.sort(np.argsort(rng.random((count, layers, experts)), axis=-1)[..., :top_k], axis=-1)
         inside = rng.random((layers, experts)) < 0.6
-        for layer in range(layers):
-            chosen = np.ascontiguousarray(ids[:, layer])
-            record.add_layer(layer, chosen, inside[layer][chosen], 0.002, 28672 * len(np.unique(chosen)), 0.0, 0.0, 0.0)
-        trace.end_forward(1000 * forward)
+        forwards.append(ids)
+        hit.append(inside[np.arange(layers)[:, None], ids])
+    trace = route_trace(forwards, hit, num_experts=experts, expert_bytes=28672, slots=20, wait_seconds=0.002,
+                        bytes_read=[1000 * forward for forward in range(len(forwards))])
     begin = np.arange(layers) * 0.006
     for name, offset in (("asked_at", 0.001), ("arrived_at", 0.003), ("ended_at", 0.006)):
         trace._array(name)[:] = begin + offset

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import mmap
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,15 +68,39 @@ def test_resident_set() -> None:
 def test_what_the_system_does_not_tell_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "_PROCESS", tmp_path)
     assert (disk_bytes_read(), peak_rss_bytes(), rss_bytes()) == (None, None, None)
-    (tmp_path / "io").write_text("rchar: 5\nread_bytes: many\n")
     (tmp_path / "status").write_text("Name:\tpython\nVmRSS:\t    1000 kB\n")
     assert (disk_bytes_read(), peak_rss_bytes(), rss_bytes()) == (None, None, 1_024_000)
 
 
-def test_a_file_that_cannot_be_read_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("content", [None, "rchar: 5\n", "rchar: 5\nread_bytes: many\n"])
+def test_disk_bytes_are_none_where_the_kernel_does_not_count_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
+) -> None:
     monkeypatch.setattr(evidence, "_PROCESS", tmp_path)
-    (tmp_path / "io").mkdir()
+    if content is None:
+        (tmp_path / "io").mkdir()
+    else:
+        (tmp_path / "io").write_text(content)
     assert disk_bytes_read() is None
+
+
+def test_disk_bytes_are_those_of_proc(disk_path: Path) -> None:  # noqa: F811
+    path = write_expert_store(disk_path / "experts.sfx", 1, 16, 1 << 20)
+    program = """
+import sys
+from pathlib import Path
+from sparseflow.evidence import disk_bytes_read
+from sparseflow.leases import LeaseTable
+from sparseflow.store import PackedStore
+import numpy as np
+with PackedStore(sys.argv[1], strict=True) as store, LeaseTable(store, 16).acquire(0, np.arange(16, dtype=np.int32)) as lease:
+    lease.wait()
+print(disk_bytes_read(), Path("/proc/self/io").read_text().split("read_bytes: ")[1].split()[0])
+"""
+    # In a process of its own: there, too, are the bytes of children that ended, of which this one has some.
+    found, told = map(int, subprocess.run([sys.executable, "-c", program, path], check=True, capture_output=True, text=True).stdout.split())
+    assert found >= 16 << 20
+    assert 0 <= told - found < 1 << 20  # the interpreter may read a file of its own in between
 
 
 def test_derived_numbers() -> None:

@@ -13,9 +13,9 @@ import sparseflow
 ORDER = """
 errors finite sizes regular_file config quantize tiles layout manifest_text limits kernels.isa kernels.threads kernels.packing
 packfile shards checkpoint encode equalise journal packer pack demo_model verify
-extents store estimate policy readers slots waiting prefetch pins lease leases kernels.linear kernels.norms kernels.experts kernels.deltanet kernels.attention
+extents store estimate policy readers slots waiting prefetch pins route_record lease leases kernels.linear kernels.norms kernels.experts kernels.deltanet kernels.attention
 kernels.bandwidth page_cache
-weights recorded state rotary replay lookahead evidence route_record decoder trace session route_simulation route_evidence tokenizer memory activations footprint checks
+weights recorded state rotary replay lookahead evidence decoder trace session route_simulation route_evidence tokenizer memory activations footprint checks
 messages template_sandbox chat sampling generate conversation model likelihood transformers_model questions quality divergence
 memory_speed disk_speed speed_of_light filesystem expectation doctor machine bench_matrix bench_prompt bench_plan bench_cell bench_process bench_transformers bench_peers bench_results benchmark bench_file bench_compare
 report.results report.charts report.bench_charts report.route_data report.page

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 from report_cases import GIB, HOSTILE, cell, random_trace, results, write_results
+from route_traces import route_trace
 
 from sparseflow.cli.main import main
 from sparseflow.errors import OptionError, StorageError
@@ -22,7 +23,6 @@ from sparseflow.report.charts import nice_ticks, number, size, three_digits
 from sparseflow.report.results import BenchmarkResults, load_results
 from sparseflow.report.route_data import disk_bytes, route_data
 from sparseflow.route_evidence import Leases
-from sparseflow.trace import RouteTrace
 
 SVG = "{http://www.w3.org/2000/svg}"
 PUBLISHED = sorted((Path(__file__).parent.parent / "bench" / "results").glob("streaming_*.json"))
@@ -148,12 +148,9 @@ def test_the_picture_stands_alone(tmp_path: Path) -> None:
 
 
 def test_bytes_of_the_disk_are_shared_out_by_misses() -> None:
-    trace = RouteTrace(3, 8, 2, expert_bytes=100, slots=4)
-    record = trace.begin_forward(2, 0)
-    ids = np.array([[0, 1], [1, 2]], np.int32)
-    for layer, hit in enumerate(([False, False, False, True], [True] * 4, [True, True, True, False])):
-        record.add_layer(layer, ids, np.array(hit), 0.0, 300, 0.0, 0.0, 0.0)
-    trace.end_forward(90)
+    ids = np.array([[[0, 1]] * 3, [[1, 2]] * 3])
+    hit = np.array([[[False, False], [True, True], [True, True]], [[False, True], [True, True], [True, False]]])
+    trace = route_trace([ids], [hit], num_experts=8, expert_bytes=100, slots=4, bytes_read=[90])
     missed = np.array([[2, 0, 1]])
     trace._array("layer_read")[:] = [[-1, 60, -1]]
     assert disk_bytes(trace, Leases.of(trace), missed).tolist() == [[60, 0, 0], [0, 0, 30]]

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from route_traces import route_trace
+
 import sparseflow
 from sparseflow.cli.main import main
 from sparseflow.route_evidence import Leases, describe_route
@@ -17,17 +19,11 @@ from sparseflow.trace import RouteTrace
 
 def traced(forwards: list[list[list[list[int]]]], missed: set[tuple[int, int, int]], slots: int = 4, read: int = 0) -> RouteTrace:
     """A trace of expert ids [tokens][layers][top_k] for each forward; missed: forward, layer, expert."""
-    first = np.array(forwards[0])
-    trace = RouteTrace(first.shape[1], 8, first.shape[2], expert_bytes=100, slots=slots)
-    for number, chosen in enumerate(forwards):
-        ids = np.array(chosen, np.int32)
-        record = trace.begin_forward(len(ids), 0)
-        for layer in range(ids.shape[1]):
-            row = np.ascontiguousarray(ids[:, layer])
-            hit = np.array([(number, layer, expert) not in missed for expert in row.ravel().tolist()])
-            record.add_layer(layer, row, hit, 0.5, 100 * len(np.unique(row)), 0.0, 0.0, 0.0)
-        trace.end_forward(read)
-    return trace
+    ids = [np.array(chosen) for chosen in forwards]
+    hit = [np.ones(chosen.shape, np.bool_) for chosen in ids]
+    for number, layer, expert in missed:
+        hit[number][:, layer][ids[number][:, layer] == expert] = False
+    return route_trace(ids, hit, num_experts=8, expert_bytes=100, slots=slots, bytes_read=[read] * len(ids), wait_seconds=0.5)
 
 
 @pytest.fixture
