@@ -9,6 +9,7 @@ from sparseflow.store import PackedStore
 
 class LeaseTable:
     store: PackedStore
+    watch: Callable[[int], None] | None
     def __init__(self, store: PackedStore, slots: int, direct: bool = False) -> None: ...
     def close(self) -> None: ...
     @property

@@ -61,6 +61,8 @@ cdef class LeaseTable:
 
     Attributes
         store, slots, direct
+        watch: called with bytes of memory before slots are used for the first time, when `direct`; what it raises keeps the lease from
+            being acquired. None for nothing.
 
     Raises
         OptionError: fewer than one slot, or `direct` with a store that is not.
@@ -69,6 +71,7 @@ cdef class LeaseTable:
 
     cdef Table table
     cdef readonly PackedStore store
+    cdef public object watch
 
     def __cinit__(self, PackedStore store not None, slots: int, direct: bool = False):
         cdef int number
@@ -239,6 +242,7 @@ cdef class LeaseTable:
                 raise OptionError(f"there is no expert {experts[i]} in layer {layer}, which has {self.store.num_experts}")
             keys[i] = first + experts[i]
         check_process(self.store, &self.table)
+        self.grow(n)
         if extents_enter(self.table.extents):                       # the store stays open meanwhile
             with nogil:
                 begun = table_prefetch(&self.table, keys, n, kept)
@@ -295,7 +299,15 @@ cdef class LeaseTable:
                 lease.pins.keys[i] = first + expert[i]
         finally:
             PyBuffer_Release(&buffer)
+        self.grow(lease.pins.n)
         return lease
+
+    cdef int grow(self, Py_ssize_t experts) except -1:
+        """Say that so many slots may be taken."""
+        cdef Py_ssize_t fresh = min(experts, <Py_ssize_t>(self.table.num_slots - self.table.touched))
+        if self.watch is not None and self.table.direct and fresh > 0:
+            self.watch(fresh * self.store.stride)
+        return 0
 
     cdef CLease reserve(self, CLease lease, bint counted):
         cdef Pins* pins = &lease.pins

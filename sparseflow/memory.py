@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from sparseflow.errors import CapacityError
 from sparseflow.limits import MemoryLimit, meminfo, memory_limits
+from sparseflow.sizes import format_bytes
 
 LEAST_CACHE = 256 << 20
 """The smallest cache to recommend for a model with more experts than that: with less, decode finds next to nothing in memory."""
 
 _LEAST_SPARE = 64 << 20
 _SPARE_SHARE = 20
+_LEAST_LEFT = 16 << 20
+_LETHAL = ("/memory.max", "/memory.limit_in_bytes")
 
 
 def tightest_limit(mapped: int = 0) -> MemoryLimit | None:
@@ -28,6 +32,19 @@ def available_memory() -> int | None:
 def total_memory() -> int | None:
     """Bytes of memory of the machine."""
     return meminfo("MemTotal")
+
+
+def require_memory(needed: int) -> None:
+    """Raises CapacityError when a cgroup would kill this process rather than give it `needed` bytes more, and a little besides.
+
+    RLIMITs are errors by themselves, and memory.high only slows down.
+    """
+    for limit in memory_limits():
+        if limit.name.endswith(_LETHAL) and limit.room() < needed + _LEAST_LEFT:
+            raise CapacityError(
+                f"stopped before the system does it: {limit.name} leaves {format_bytes(limit.room())}, the run needs {format_bytes(needed)}"
+                " more at once; use a smaller --cache or --context"
+            )
 
 
 def spare_memory(available: int) -> int:

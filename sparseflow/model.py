@@ -21,13 +21,14 @@ from sparseflow.kernels import isa
 from sparseflow.kernels.threads import check_threads
 from sparseflow.layout import ExpertLayout
 from sparseflow.leases import LeaseTable
+from sparseflow.memory import require_memory
 from sparseflow.packfile import EXPERTS_FILE, Manifest, read_manifest
 from sparseflow.replay import RouteReplay
 from sparseflow.sampling import Sampler
 from sparseflow.session import Session
 from sparseflow.store import PackedStore
 from sparseflow.tokenizer import TOKENIZER_FILE, Tokenizer
-from sparseflow.weights import DenseCore, Embedding
+from sparseflow.weights import READ_BYTES, DenseCore, Embedding
 
 Progress = Callable[[str, int, int], None]
 
@@ -58,7 +59,8 @@ def load(
         prefill_chunk: tokens fed at once; more need more memory and fewer passes over the experts.
         prefetch: in a strict run, read ahead the experts that the next layer is likely to choose, as long as the guesses are mostly right.
             It changes no result.
-        force: load even what does not fit in the available memory, and may be killed for it.
+        force: load even what does not fit in the available memory. It may be slow; where the kernel would kill it, it stops with
+            CapacityError, now or when experts are asked for.
         check_finite: after every layer, look for NaN and infinity, and name the layer where they began. Without it they are found in
             the logits, too, but not where they come from.
         progress: called as progress(what, done, total) with bytes while weights are read.
@@ -80,19 +82,29 @@ def load(
             raise OptionError(f"{name} is {value!r}: give True or False")
     footprint = Footprint.of(manifest)
     slots = footprint.cache_slots(cache, planned, prefill_chunk)
-    checks = quick_checks(MemoryPlan.of(footprint, slots, planned, prefill_chunk), threads)
+    plan = MemoryPlan.of(footprint, slots, planned, prefill_chunk)
+    checks = quick_checks(plan, threads)
     for check in checks:
         if check.status == "fail" and not force:
             raise CapacityError(f"{check.text}: {check.advice}, or force it (--force, force=True)")
     warnings = tuple(
-        f"{check.text}: {check.advice}" + ("; forced all the same, it may be slow, fail or be killed" if check.status == "fail" else "")
+        f"{check.text}: {check.advice}" + ("; forced all the same, it may be slow or fail" if check.status == "fail" else "")
         for check in checks
         if check.status in ("warning", "fail")
     )
     if on_warning is not None:
         for warning in warnings:
             on_warning(warning)
-    return Model(manifest, slots, cache == "resident", threads, strict, context, prefill_chunk, prefetch, check_finite, progress, warnings)
+    watch: Callable[[int], None] | None = None
+    if any(check.status == "fail" for check in checks):
+        activations = sum(item.bytes for item in plan.items if item.name == "activations")  # they come whatever came before
+
+        def watch(needed: int) -> None:
+            require_memory(needed + activations)
+
+    return Model(
+        manifest, slots, cache == "resident", threads, strict, context, prefill_chunk, prefetch, check_finite, progress, warnings, watch
+    )
 
 
 class Model:
@@ -123,7 +135,9 @@ class Model:
         check_finite: bool,
         progress: Progress | None,
         warnings: tuple[str, ...] = (),
+        watch: Callable[[int], None] | None = None,
     ) -> None:
+        """watch: called with the bytes that are taken next, while weights are loaded and where experts get memory; may raise to stop."""
         self.manifest = manifest
         self.warnings = warnings
         self.folder = manifest.folder
@@ -136,13 +150,14 @@ class Model:
         self.layout = ExpertLayout(g.hidden_size, g.moe_intermediate_size, manifest.expert_bits)
         self.store = PackedStore(self.folder / EXPERTS_FILE, strict=strict)
         try:
-            core = DenseCore(manifest, drop_page_cache=strict, progress=_labelled(progress, "dense core"))
+            core = DenseCore(manifest, drop_page_cache=strict, progress=_labelled(progress, "dense core", watch))
             self.core_bytes = core.nbytes
             # Past the page cache where it must not, or need not, hold the same bytes a second time.
             self.leases = LeaseTable(self.store, slots, direct=self.store.direct and (strict or resident))
+            self.leases.watch = watch
             self.decoder = Decoder(core, Embedding(manifest), g, self.layout, self.leases, threads, prefetch, check_finite)
             if resident:
-                self.leases.admit_all(_labelled(progress, "experts"))
+                self.leases.admit_all(_labelled(progress, "experts", None))
         except BaseException:
             self.store.close()
             if hasattr(self, "leases"):
@@ -278,8 +293,17 @@ class Model:
             raise SparseFlowError("the model is closed: open it again with sparseflow.load")
 
 
-def _labelled(progress: Progress | None, what: str) -> Callable[[int, int], None] | None:
-    return None if progress is None else lambda done, total: progress(what, done, total)
+def _labelled(progress: Progress | None, what: str, watch: Callable[[int], None] | None) -> Callable[[int, int], None] | None:
+    """What a reader of weights is to call: progress with a label, and `watch` before the next piece."""
+    if watch is None:
+        return None if progress is None else lambda done, total: progress(what, done, total)
+
+    def tell(done: int, total: int) -> None:
+        watch(READ_BYTES)
+        if progress is not None:
+            progress(what, done, total)
+
+    return tell
 
 
 def model_folder(model: str | os.PathLike[str]) -> Path:

@@ -87,6 +87,7 @@ cdef struct Table:
     Slot* slots             # [num_slots], NULL once closed
     int32_t* index          # [layers * experts] slot, or -1
     int32_t free            # first free slot
+    int32_t touched         # slots that were taken at least once; only then others are
     int32_t* arriving       # [MOST_AHEAD] slots that are being read ahead
     int32_t num_arriving
     Policy policy           # holds the resident slots that no lease pins

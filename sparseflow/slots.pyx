@@ -126,6 +126,7 @@ cdef int32_t take_free(Table* table) noexcept nogil:
     cdef int32_t s = table.free
     table.free = table.slots[s].next_free
     table.totals.free -= 1
+    table.touched = max(table.touched, s + 1)
     return s
 
 

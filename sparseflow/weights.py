@@ -19,7 +19,8 @@ from sparseflow.regular_file import open_regular
 from sparseflow.sizes import format_bytes
 from sparseflow.tiles import alternate, row_tiles
 
-_READ_BYTES = 16 << 20
+READ_BYTES = 16 << 20
+"""Read at once, at most."""
 _SHARED = ".shared_expert."
 _LINE = 64  # tensors begin on a cache line
 
@@ -97,8 +98,8 @@ class DenseCore:
                 else:
                     data = np.empty(entry.bytes, np.uint8)
                 checksum = 0
-                for start in range(0, entry.bytes, _READ_BYTES):
-                    part = data.data[start : start + _READ_BYTES]
+                for start in range(0, entry.bytes, READ_BYTES):
+                    part = data.data[start : start + READ_BYTES]
                     _read_into(descriptor, part, entry.offset + start, f"{path}: {name}")
                     checksum = zlib.crc32(part, checksum)
                     done += len(part)

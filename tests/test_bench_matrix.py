@@ -125,11 +125,11 @@ def test_the_published_matrix_is_the_default(manifest: Manifest) -> None:
     cells = plan_cells(manifest, matrix.entries)
     wanted = ("resident", "256MiB", "1GiB", "2GiB", "4GiB", "8GiB")
     assert [(each.cache, each.state) for each in cells] == [(cache, state) for state in STATES for cache in wanted]
+    assert all(each.strict == each.cold for each in cells)
     assert {cell.workload.new_tokens for cell in cells} == {32} and matrix.repeats == 5
     assert (PUBLISHED_CACHES, Matrix(())) == (wanted, Matrix((), 5, None))
     # The file that shows the form is the same matrix.
-    (entry,) = read_matrix(BENCH / "published.json").entries
-    assert plan_cells(manifest, [entry]) == cells
+    assert plan_cells(manifest, read_matrix(BENCH / "published.json").entries) == cells
 
 
 @settings(deadline=None)

@@ -1,4 +1,5 @@
-"""In a memory cgroup, and under RLIMIT_DATA, on a model of real width: what is recommended runs, what is refused would be killed."""
+"""In a memory cgroup, and under RLIMIT_DATA, on a model of real width: what is recommended runs; what is refused would be killed, and stops
+before that when it is forced."""
 
 from __future__ import annotations
 
@@ -21,22 +22,27 @@ PROGRAM = [sys.executable, "-P", "-c", "from sparseflow.cli.main import main; ma
 RUN = """
 import json, resource, sys, zlib
 import numpy as np
-import sparseflow
+import sparseflow, sparseflow.model
 from sparseflow.errors import CapacityError
 from sparseflow.evidence import peak_rss_bytes
 
-folder, cache, force, data_limit = sys.argv[1], sys.argv[2], sys.argv[3] == "force", int(sys.argv[4])
+folder, cache, ways, data_limit = sys.argv[1], sys.argv[2], sys.argv[3].split(), int(sys.argv[4])
 if data_limit:
     resource.setrlimit(resource.RLIMIT_DATA, (data_limit, data_limit))
+if "unwatched" in ways:
+    sparseflow.model.require_memory = lambda needed: None
 try:
-    model = sparseflow.load(folder, cache=cache, threads=2, context=512, force=force,
+    model = sparseflow.load(folder, cache=cache, threads=2, context=512, force="force" in ways, strict="strict" in ways,
                             on_warning=lambda warning: print(warning, file=sys.stderr, flush=True))
 except CapacityError as error:
     sys.exit(f"refused: {error}")
 with model:
-    session = model.session()
+    session = model.session(trace=False)
     ids = np.random.default_rng(0).integers(0, model.geometry.vocab_size, 512)
-    session.forward(ids[:508], last_only=True)
+    try:
+        session.forward(ids[:508], last_only=True)
+    except CapacityError as error:
+        sys.exit(f"stopped with {model.leases.num_resident} experts, {model.leases.leases} leases: {error}")
     for token in ids[508:]:
         logits = session.forward([token], last_only=True)
     print(json.dumps({"slots": model.leases.slots, "stride": model.layout.stride, "peak": peak_rss_bytes(),
@@ -54,8 +60,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield path
 
 
-def run_command(model: Path, cache: str, *, force: bool = False, data_limit: int = 0) -> list[str]:
-    return [sys.executable, "-P", "-c", RUN, str(model), cache, "force" if force else "", str(data_limit)]
+def run_command(model: Path, cache: str, *ways: str, data_limit: int = 0) -> list[str]:
+    return [sys.executable, "-P", "-c", RUN, str(model), cache, " ".join(ways), str(data_limit)]
 
 
 @pytest.mark.slow
@@ -86,14 +92,19 @@ def test_what_is_recommended_in_a_cgroup_runs_there(model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_refused_in_a_cgroup_would_be_killed(model: Path) -> None:
-    with memory_cgroup(160 * MIB) as folder:  # less than the dense core
-        assert run_inside(folder, [*PROGRAM, "doctor", str(model), "--cache", "32MiB"]).returncode == 1
-        done = run_inside(folder, run_command(model, "32MiB"))
+@pytest.mark.parametrize(("limit", "cache"), [(160 * MIB, "32MiB"), (512 * MIB, "700MiB")])  # less than the dense core, or than the cache
+def test_what_is_refused_in_a_cgroup_would_be_killed_and_stops_when_forced(model: Path, limit: int, cache: str) -> None:
+    with memory_cgroup(limit) as folder:
+        assert run_inside(folder, [*PROGRAM, "doctor", str(model), "--cache", cache]).returncode == 1
+        done = run_inside(folder, run_command(model, cache, "strict"))
         assert done.returncode == 1 and "refused: a run needs" in done.stderr
-        done = run_inside(folder, run_command(model, "32MiB", force=True))
+        done = run_inside(folder, run_command(model, cache, "strict", "force", "unwatched"))
         assert done.returncode == -signal.SIGKILL, done.stderr
-        assert "forced all the same, it may be slow, fail or be killed" in done.stderr
+        done = run_inside(folder, run_command(model, cache, "strict", "force"))
+        assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+        assert "forced all the same, it may be slow or fail" in done.stderr
+        assert f"stopped before the system does it: {folder}" in done.stderr and "use a smaller --cache" in done.stderr
+        assert cache == "32MiB" or " 0 leases: stopped before" in done.stderr
 
 
 @pytest.mark.slow
@@ -103,9 +114,9 @@ def test_what_is_refused_in_a_cgroup_for_its_mapped_cache_is_slow_when_forced(mo
     with memory_cgroup(512 * MIB) as folder:
         done = run_inside(folder, run_command(model, "700MiB"))
         assert done.returncode == 1 and "refused: a run needs" in done.stderr
-        done = run_inside(folder, run_command(model, "700MiB", force=True))
+        done = run_inside(folder, run_command(model, "700MiB", "force"))
         assert done.returncode == 0, done.stderr
-        assert "forced all the same, it may be slow, fail or be killed" in done.stderr
+        assert "forced all the same, it may be slow or fail" in done.stderr
         assert json.loads(done.stdout)["logits"] == json.loads(free.stdout)["logits"]
 
 

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseflow import limits
+from sparseflow.errors import CapacityError
 from sparseflow.limits import MemoryLimit, Processors, memory_limits, processors
-from sparseflow.memory import LEAST_CACHE, available_memory, recommended_cache, spare_memory, tightest_limit, total_memory
+from sparseflow.memory import LEAST_CACHE, available_memory, recommended_cache, require_memory, spare_memory, tightest_limit, total_memory
 
 GIB = 1 << 30
 
@@ -93,6 +94,17 @@ def test_more_used_than_allowed_is_no_room(system: FakeSystem) -> None:
     system.member("0::/")
     write(root, memory__max=100 * MIB, memory__current=150 * MIB)
     assert available_memory() == 0
+
+
+def test_what_the_kernel_would_kill_for_is_refused(system: FakeSystem) -> None:
+    system.member("0::/run")
+    top = system.mount("cgroup2", "rw")
+    write(top / "run", memory__max=500 * MIB, memory__high=200 * MIB, memory__current=300 * MIB)
+    require_memory(184 * MIB)
+    with pytest.raises(CapacityError, match=r"run/memory.max leaves 200.0 MiB, the run needs 185.0 MiB more at once; use a smaller --cache"):
+        require_memory(185 * MIB)
+    write(top / "run", memory__max="max")
+    require_memory(900 * MIB)
 
 
 def test_rlimits_count_addresses(system: FakeSystem, monkeypatch: pytest.MonkeyPatch) -> None:

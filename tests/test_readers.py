@@ -266,6 +266,29 @@ def test_read_ahead_that_fails_is_forgotten(path: Path, store: PackedStore) -> N
 # --- closing ---
 
 
+def test_memory_that_is_touched_for_the_first_time_is_told_before(store: PackedStore) -> None:
+    table = LeaseTable(store, 4, direct=True)
+    told: list[int] = []
+    table.watch = told.append
+    for experts in ((0, 1), (0, 2), (3, 4), (5, 6)):
+        use(table, 0, *experts)
+    table.prefetch(1, ids(0), 0)
+    assert told == [2 * store.stride, 2 * store.stride, store.stride]  # as many as asked for at most, and none once all are in use
+
+    def refuse(needed: int) -> None:
+        raise CapacityError(f"{needed} bytes are too many")
+
+    table = LeaseTable(store, 4, direct=True)
+    use(table, 0, 0, 1, 2)
+    table.watch = refuse
+    with pytest.raises(CapacityError, match=f"{store.stride} bytes are too many"):
+        table.acquire(0, ids(0, 4))
+    assert table.leases == table.pinned == 0 and table.num_resident == 3
+    mapped = LeaseTable(store, 4)
+    mapped.watch = refuse
+    use(mapped, 0, 0, 1)
+
+
 def test_a_table_is_closed_after_its_store(path: Path) -> None:
     store = PackedStore(path, strict=True)
     table = LeaseTable(store, 4, direct=True)

@@ -58,7 +58,7 @@ main.add_command(perplexity)
 @click.option("--quick", is_flag=True, help=f"A small matrix: two caches, {QUICK_TOKENS} tokens; the demo takes under a minute.")
 @click.option("--cache", "caches", multiple=True, metavar="SIZE",
               help="Memory for routed experts, as for 'sparseflow run'; give it several times to compare."
-              f"  [default: {', '.join(PUBLISHED_CACHES)}, each warm and cold]")
+              f"  [default: {', '.join(PUBLISHED_CACHES)}, each warm, and cold and strict]")
 @click.option("--cold", is_flag=True, help="Drop the model from the page cache before each run.")
 @click.option("--strict", is_flag=True, help="Also keep evicted experts out of the page cache.")
 @click.option("--replay", metavar="FILE.npz:NAME", help="Follow recorded routes instead of the model's own.")
@@ -80,7 +80,7 @@ def run(model: str, matrix_file: str | None, quick: bool, caches: tuple[str, ...
 
     A cell is one setting. Each cell runs --repeats times, in turn with the others, each time in a fresh process. Cold cells start
     with nothing of the model in the page cache; warm ones after a run that is not measured. With --cache all cells are warm, with
-    --cold all are cold; without either, each default cache is measured both ways. The table shows medians, and the range where it
+    --cold all are cold; without either, each default cache is measured both ways, cold ones strictly. The table shows medians, and the range where it
     matters. Sampling is greedy. 'sf-bench compare A.json B.json' says which differences of two results exceed the noise.
 
     \b
@@ -120,12 +120,15 @@ def matrix_of_options(manifest: Manifest, quick: bool, caches: tuple[str, ...], 
     if replay is not None and prompt_tokens is not None:
         raise OptionError("--prompt-tokens does not go with --replay: the recorded prompt has its own length")
     states: tuple[str, ...] = ("cold",) if cold else ("warm",) if caches else STATES
+    both = len(states) > 1
     if quick:
         footprint = Footprint.of(manifest)
         caches = quick_caches(footprint.all_experts_bytes, footprint.smallest_cache_bytes)
     new_tokens = tokens or (QUICK_TOKENS if quick else NEW_TOKENS)
     entry = Entry("the options", caches or PUBLISHED_CACHES, states, strict, None, prompt_tokens, new_tokens, replay)
-    return Matrix((entry, *(replace(entry, caches=(), strict=False, peer=peer) for peer in peers)))
+    # What a cold cell evicts and asks for again is to come from the disk too, or it is cold only at its begin.
+    own = [replace(entry, states=(state,), strict=strict or (both and state == "cold")) for state in states]
+    return Matrix((*own, *(replace(entry, caches=(), strict=False, peer=peer) for peer in peers)))
 
 
 def measure(benchmark: Benchmark, out: Path | None, as_json: bool) -> None:
