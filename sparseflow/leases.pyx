@@ -171,11 +171,11 @@ cdef class LeaseTable:
             OptionError: ids of another form, or experts that do not exist.
             CapacityError: more ids than slots (ask for them in waves of at most `slots`), or waiting could never end.
             SparseFlowError: the store is closed, or this is a fork of a process that was using it, or of one whose table is direct.
-            ValueError: what the record cannot take: no forward was begun, or these are not all that its token chose.
+            ValueError: what the record cannot take: no forward was begun, its token chose fewer, or it is of another model.
         """
         cdef CLease lease = self.request(layer, ids)
         if record is not None:
-            record.asked(lease.layer, lease.pins.n)
+            record.asked(lease.layer, lease.pins.n, self.store.num_experts)
             lease.record = record
         return self.reserve(lease, True)
 

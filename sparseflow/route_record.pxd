@@ -27,7 +27,7 @@ cdef class RouteRecord:
     cdef int64_t before, counted
 
     cpdef begin(self, disk_bytes)
-    cdef int asked(self, int layer, Py_ssize_t n) except -1
+    cdef int asked(self, int layer, Py_ssize_t n, int num_experts) except -1
     cdef void leased(self, const int32_t *keys, const uint8_t *hit, Py_ssize_t n) noexcept nogil
     cdef void waited(self, double since) noexcept nogil
     cdef void released(self) noexcept nogil

@@ -89,9 +89,11 @@ cdef class RouteRecord:
         self.begun = True
         self.sampled = self.whole_of[self.forwards * WHOLE_VALUES] = clock()
 
-    cdef int asked(self, int layer, Py_ssize_t n) except -1:
-        """A lease is about to ask for n experts of a layer."""
+    cdef int asked(self, int layer, Py_ssize_t n, int num_experts) except -1:
+        """A lease is about to ask for n experts of a layer that has so many."""
         cdef double *values
+        if num_experts != self.num_experts:
+            raise ValueError(f"a record of {self.num_experts} experts a layer, for a store of {num_experts}")
         if not self.begun or not 0 <= layer < self.layers:
             raise ValueError(f"layer {layer} of {self.layers} of {'a' if self.begun else 'no'} forward that was begun")
         if layer != self.layer:
@@ -110,16 +112,19 @@ cdef class RouteRecord:
 
     cdef void leased(self, const int32_t *keys, const uint8_t *hit, Py_ssize_t n) noexcept nogil:
         """The lease has them; keys: their numbers in the file."""
-        cdef int32_t first = self.layer * self.num_experts
+        cdef int32_t expert
         cdef Py_ssize_t i
-        if self.tokens == 1:
-            for i in range(n):
-                self.ids_of[self.filled + i] = <int16_t>(keys[i] - first)
-                self.hit_of[self.filled + i] = hit[i]
-            self.filled += n
-        else:
-            for i in range(n):
-                self.met_of[keys[i] - first] = hit[i]
+        for i in range(n):
+            expert = keys[i] - self.layer * self.num_experts
+            # Only where leases of one record were acquired at once, which is no use of it, but must not write elsewhere.
+            if not 0 <= expert < self.num_experts or (self.tokens == 1 and self.filled == self.top_k):
+                return
+            if self.tokens == 1:
+                self.ids_of[self.filled] = <int16_t>expert
+                self.hit_of[self.filled] = hit[i]
+                self.filled += 1
+            else:
+                self.met_of[expert] = hit[i]
 
     cdef void waited(self, double since) noexcept nogil:
         """It stood still for the disk until now."""
@@ -150,7 +155,7 @@ cdef class RouteRecord:
         cdef Py_ssize_t place = 0, token, k
         if ids.shape[0] != self.tokens or ids.shape[1] != self.top_k or self.tokens == 1:
             raise ValueError(f"expert ids [{ids.shape[0]}, {ids.shape[1]}] are not those of {self.tokens} tokens with {self.top_k} experts")
-        if layer != self.layer:
+        if layer < 0 or layer != self.layer:
             raise ValueError(f"layer {layer} was not leased last")
         for token in range(self.tokens):
             for k in range(self.top_k):

@@ -202,11 +202,31 @@ def test_what_does_not_belong_to_the_forward_is_refused(store: PackedStore) -> N
         forward.end(0)
     with pytest.raises(ValueError, match="layer 1 of 1"):
         table.acquire(1, ids[:2], new_trace(layers=1).begin_forward(1, 0))
+    other = RouteRecord(LAYERS, EXPERTS - 1, TOP_K, 1, 1, True)
+    other.begin(0)
+    with pytest.raises(ValueError, match="of 9 experts a layer, for a store of 10"):
+        table.acquire(0, ids[:2], other)
     assert table.pinned == table.leases == 0
+
+
+def test_leases_of_other_layers_in_between_write_nowhere_else(store: PackedStore) -> None:
+    table = LeaseTable(store, LAYERS * EXPERTS)
+    for tokens in (1, 2):
+        trace = new_trace()
+        forward = trace.begin_forward(tokens, 0)
+        held = [table.acquire(layer, np.array([1, 2], np.int32), forward) for layer in (0, 1)]
+        trace.begin_forward(tokens, 0)
+        for lease in held:
+            lease.wait()
+            lease.release()
+        ids, hit = record(store, trace, tokens, 4)
+        assert np.array_equal(trace.expert_ids, ids) and np.array_equal(trace.hit, hit)
 
 
 def test_choices_of_another_form_or_that_were_not_leased_are_refused(store: PackedStore) -> None:
     forward = new_trace().begin_forward(2, 0)
+    with pytest.raises(ValueError, match="layer -1 was not leased last"):
+        forward.share_out(-1, np.zeros((2, TOP_K), np.int32))
     lease(store, forward, 0, [1, 2], [True, True])
     ids = np.tile(np.array([1, 2], np.int32), (2, 1))
     for bad in (ids[:1], ids.astype(np.int64), ids[:, ::-1], ids + 1, ids - 2, ids + EXPERTS):
