@@ -43,7 +43,7 @@ def require_memory(needed: int) -> None:
         if limit.name.endswith(_LETHAL) and limit.room() < needed + _LEAST_LEFT:
             raise CapacityError(
                 f"stopped before the system does it: {limit.name} leaves {format_bytes(limit.room())}, the run needs {format_bytes(needed)}"
-                " more at once; use a smaller --cache or --context"
+                f" more at once and {format_bytes(_LEAST_LEFT)} to spare; use a smaller --cache or --context"
             )
 
 

@@ -101,7 +101,7 @@ def test_what_the_kernel_would_kill_for_is_refused(system: FakeSystem) -> None:
     top = system.mount("cgroup2", "rw")
     write(top / "run", memory__max=500 * MIB, memory__high=200 * MIB, memory__current=300 * MIB)
     require_memory(184 * MIB)
-    with pytest.raises(CapacityError, match=r"run/memory.max leaves 200.0 MiB, the run needs 185.0 MiB more at once; use a smaller --cache"):
+    with pytest.raises(CapacityError, match=r"run/memory.max leaves 200.0 MiB, the run needs 185.0 MiB more at once and 16.0 MiB to spare; use a"):
         require_memory(185 * MIB)
     write(top / "run", memory__max="max")
     require_memory(900 * MIB)
