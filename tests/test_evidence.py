@@ -98,7 +98,7 @@ with PackedStore(sys.argv[1], strict=True) as store, LeaseTable(store, 16).acqui
 print(disk_bytes_read(), Path("/proc/self/io").read_text().split("read_bytes: ")[1].split()[0])
 """
     # In a process of its own: there, too, are the bytes of children that ended, of which this one has some.
-    found, told = map(int, subprocess.run([sys.executable, "-c", program, path], check=True, capture_output=True, text=True).stdout.split())
+    found, told = map(int, subprocess.run([sys.executable, "-P", "-c", program, path], check=True, capture_output=True, text=True).stdout.split())
     assert found >= 16 << 20
     assert 0 <= told - found < 1 << 20  # the interpreter may read a file of its own in between
 
