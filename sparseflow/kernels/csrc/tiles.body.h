@@ -16,6 +16,17 @@ enum {
     SF_MOST_UNIT_TILES = 8,
 };
 
+/* Whether the hardware leaves prefetching to the program: all but AMD's, of those with AVX-512. */
+static int sf_prefetches_itself = 1;
+
+#if defined(__x86_64__)
+__attribute__((constructor)) static void sf_look_at_processor(void)
+{
+    __builtin_cpu_init();
+    sf_prefetches_itself = !__builtin_cpu_is("amd");
+}
+#endif
+
 /* Row tiles of so many bytes each that make a unit of parallel work. */
 static inline long sf_unit_tiles(long tile_bytes)
 {
@@ -41,7 +52,9 @@ static inline long sf_unit_tiles(long tile_bytes)
     } while (0)
 #endif
 
+#undef SF_PREFETCHES
 #undef SF_PREFETCH_BYTES
+#undef SF_PREFETCH_INTO
 #undef SF_INT8_ROWS
 #undef SF_BF16_ROWS
 #define W SF_NAME(sf_w)
@@ -101,19 +114,22 @@ SF_INLINE I i_dot(I sum, W w, const int8_t *x)
 #endif
 
 /* How far ahead of itself a pass over a tile prefetches, into which caches (3: all, 0: past all but the nearest, so that weights
- * push nothing else out; measured: a Xeon with AVX-512 wants it far, a Zen 3 near and past), and how many rows of activations
- * share one: as many as the registers hold. */
+ * push nothing else out; measured: a Xeon with AVX-512 wants it far, a Zen 3 near and past, and a Zen 4 with AVX-512 not at all:
+ * there it costs a core a quarter of its bandwidth), and how many rows of activations share one: as many as the registers hold. */
 #if SF_LANES_AVX512
+#define SF_PREFETCHES sf_prefetches_itself
 #define SF_PREFETCH_BYTES 8192
 #define SF_PREFETCH_INTO 3
 #define SF_INT8_ROWS 8
 #define SF_BF16_ROWS 4
 #elif SF_LANES_AVX2
+#define SF_PREFETCHES 1
 #define SF_PREFETCH_BYTES 1024
 #define SF_PREFETCH_INTO 0
 #define SF_INT8_ROWS 4
 #define SF_BF16_ROWS 1
 #else
+#define SF_PREFETCHES 1
 #define SF_PREFETCH_BYTES 1024
 #define SF_PREFETCH_INTO 3
 #define SF_INT8_ROWS 1
@@ -144,7 +160,7 @@ SF_INLINE void SF_NAME(int8_tile)(int count, const uint8_t *tile, const uint16_t
             for (int m = 0; m < count; m++)
                 dot[m] = i_dot_start(corrections[m][group]);
             for (int four = 0; four < 8; four++) {
-                if (count == 1) /* decode streams weights once: the hardware prefetcher alone leaves a fifth of the bandwidth */
+                if (count == 1 && SF_PREFETCHES) /* decode streams weights once, and the hardware may prefetch too little */
                     __builtin_prefetch(tile + SF_PREFETCH_BYTES, 0, SF_PREFETCH_INTO);
                 W w = w_load(tile);
                 tile += 64;
